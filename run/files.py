@@ -73,7 +73,7 @@ def keep_previous(folder):
     os.rename(folder, previous)
     folder.mkdir()
     lock(folder)
-    print0(f"the finished run in {folder} was moved to {previous}")
+    print0(f"the earlier run in {folder} was moved to {previous}")
 
 def about(folder):
     """What run.json says of the run in a folder: `config`, `data` ...; {} if there is none."""

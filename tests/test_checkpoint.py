@@ -471,7 +471,7 @@ def test_no_finished_run_is_lost(run, capsys, monkeypatch, tmp_path):
         kept.append(contents(out))
         said = capsys.readouterr().out
         assert (out / "warm_start").exists()
-    assert said.count(f"finished run in {out} was moved to {out}.3\n") == 1
+    assert said.count(f"earlier run in {out} was moved to {out}.3\n") == 1
     for whole, folder in zip(kept, (out.with_name("run.0.2"), out.with_name("run.0.3"))):
         assert contents(folder) == whole and saved_at(folder) == 1 and (folder / "best").exists()
     assert (tmp_path / "link").is_symlink()

@@ -56,7 +56,7 @@ LossMean = Literal["sequence", "token", "constant"]
 @dataclass(frozen=True)
 class Config:
     """The settings of a run, as built by `make_config`. A field is a flag, its comment the help.
-    Defaults are the paper's; a task's DEFAULTS override them."""
+    Defaults are the paper's, where it gives any; a task's DEFAULTS override them."""
     # basics: in the paper a step has 16 prompts, 64 completions each, up to 1024 tokens long
     task: str = "arithmetic"    # name of a file in data/, or path of one
     task_args: dict = field(default_factory=dict)   # settings of the task's own
@@ -90,7 +90,7 @@ class Config:
     # loss
     ratio: Literal["token", "sequence"] = "token"       # importance ratio per token, or completion
     clip_low: float = 0.2       # lower clip range: PPO's, as the paper gives none
-    clip_high: float = 0.2      # upper; in a rollout's first update every ratio is 1
+    clip_high: float = 0.2      # upper; in the first update of own rows every ratio is 1
     kl: Literal["loss", "reward", "watch", "none"] = "loss"     # where it goes; watch: only logged
     estimator: Literal["k1", "k2", "k3", "ratio*k3"] = "k3"     # KL estimator
     beta: float = 0.04          # KL coefficient; 0: no KL term
@@ -151,7 +151,7 @@ class Batch:
     finished: Tensor            # (B,) bool: ended with a stop token; False if cut off
     logp: Tokens                # (B, T) log pi(ids[:, t] | ids[:, :t]), as sampled
     start: Tensor               # (B,) int64: column of the completion's first token
-    judged: Tokens = None       # (B, T) bool: mask, and what was given of the completion
+    judged: Tokens = None       # (B, T) bool: mask, plus given tokens to be judged
     on_policy: Tensor = None    # (B,) bool: sampled by the present policy, as by default
     problems: list = None       # (B,) problem of each row
     texts: list = None          # (B,) completion as text, or list of turns if the task replies
@@ -228,7 +228,7 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
     ids = passes.padded(prompts, group, width + N).to(device)
     lengths = torch.tensor([*map(len, prompts)], device=device)     # (P,)
     start = lengths.repeat_interleave(group)   # (B,)
-    limit = torch.tensor(room, device=device).repeat_interleave(group)
+    limit = torch.tensor(room, device=device).repeat_interleave(group)  # (B,)
     stop = torch.tensor(sorted(stop), device=device)
     mask = torch.zeros_like(ids, dtype=torch.bool)
     forced = torch.zeros_like(mask)     # tokens of replies: read, not sampled
@@ -253,12 +253,11 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
         for row in rows[ended].tolist() if reply else []:
             end = int(start[row]) + n + 1  # the column after the turn
             left = int(limit[row]) - n - 1
-            answer, over = reply(row, ids[row, :end].tolist(), left)
-            columns = slice(end, end + len(answer))
-            ids[row, columns] = torch.tensor(answer, dtype=torch.int64)
-            forced[row, columns] = True
-            finished[row] = over
-            done[row] = len(answer) == 0
+            answer, finished[row] = reply(row, ids[row, :end].tolist(), left)
+            said = slice(end, end + len(answer))
+            ids[row, said] = torch.tensor(answer, dtype=torch.int64)
+            forced[row, said] = True
+            done[row] = not answer
         done |= finished | (n + 1 >= limit)
         if n + 1 < N:  # reads the token; rows that are done leave
             rows, p = cache.append(token, column, done)
@@ -314,7 +313,7 @@ def group_scores(r, ends, cfg):
 def scores_of_rows(r, ends, groups, cfg):
     """`group_scores` of rows (B, T), given the numbers (B,) of their groups."""
     rows, place = passes.grid(groups, ends.device)  # (P, G), (B,)
-    exists = rows[..., None] >= 0
+    exists = rows[..., None] >= 0   # -1 reads some row, masked here
     score, dead = group_scores(r[rows], ends[rows] & exists, cfg)
     return score.flatten(0, 1)[place], dead
 
@@ -379,7 +378,8 @@ def rollout(agent, problems, rng):
     # the rounding of sampling would count.
     kl_in_reward = cfg.kl == "reward" and agent.ref is not None
     # In the only update of a step ratios are 1, but for rows of another policy.
-    has_ratios = cfg.epochs * cfg.minibatches > 1 or dist.largest(int(not batch.on_policy.all()))
+    updates = cfg.epochs * cfg.minibatches
+    has_ratios = updates > 1 or dist.largest(int(not batch.on_policy.all()))
     logp = batch.logp
     if agent.critic is not None or kl_in_reward or has_ratios and agent.policy.amp is not None:
         logp, batch.value = logps(agent.sampler, batch, cfg, agent.critic)
@@ -460,8 +460,8 @@ def policy_loss(logp, batch, weight, n_tokens, cfg, beta):
     per_token = -gain
     stats = {"clip_share": is_clipped.sum() / n_tokens}
     if batch.ref_logp is not None:
-        of_tokens = bounded(log_ratio).exp()
-        kl = kl_estimate(logp, batch.ref_logp, cfg.estimator, of_tokens)
+        token_ratio = bounded(log_ratio).exp()
+        kl = kl_estimate(logp, batch.ref_logp, cfg.estimator, token_ratio)
         kl = torch.where(batch.mask, kl, 0)
         stats["kl"] = kl.sum() / n_tokens
         if cfg.kl == "loss":
@@ -496,19 +496,19 @@ def minibatches(cfg, rng, groups):
         order = torch.tensor(rng.sample(range(total), total))
         for chosen in order.tensor_split(cfg.minibatches):
             rows = torch.isin(here, chosen).nonzero()[:, 0]
-            n_rows = dist.all_reduce(torch.tensor(len(rows)))
-            yield rows, n_rows.clamp(min=1).item()
+            yield rows, max(1, len(chosen))
 
 def minibatch(agent, batch, rows):
-    """The rollout as an optimizer step on these rows, indices on the host, is to see it: for what
-    depends on a minibatch of all ranks, as in `clip_cov`."""
+    """A hook: the rollout as an optimizer step on these rows (host indices) sees it, for what
+    depends on a whole minibatch, of all ranks, as in `clip_cov`."""
     return batch
 
 def update(agent, batch, rng):
     """Makes an optimizer step for each minibatch of each epoch; returns the mean statistics."""
     cfg = agent.cfg
     stats = defaultdict(float)
-    norm, updates = 0.0, cfg.epochs * cfg.minibatches
+    norm = 0.0
+    updates = cfg.epochs * cfg.minibatches
     params = [p for opt_group in agent.opt.param_groups for p in opt_group["params"]]
     batch = replace(batch, ids=batch.ids.cpu())  # for layouts
     for i, (rows, n_rows) in enumerate(minibatches(cfg, rng, batch.groups)):
@@ -536,21 +536,22 @@ def update(agent, batch, rng):
 def has_gradient(agent, batch):
     """Which rows have a gradient, (B,), on the host; update skips the others. Without terms of a
     reference, a critic or a file's own loss these are the rows with an advantage."""
-    own = {"surrogate", "policy_loss", "total_loss"} & config.REPLACED.keys()
-    if agent.ref is not None or agent.critic is not None or own:
+    own_loss = {"surrogate", "policy_loss", "total_loss"} & config.REPLACED.keys()
+    if agent.ref is not None or agent.critic is not None or own_loss:
         return torch.ones(len(batch.ids), dtype=torch.bool)
     return (batch.mask & (batch.adv != 0)).any(1).cpu()
 
 # ---------------------------------------------------------------------------------- the run
 def train_step(agent, problems, step):
-    """A rollout (its parts 1 to 3) and the update: the Batch, for samples.jsonl, and statistics."""
+    """A rollout (1 to 3) and its update (4); returns the Batch and statistics."""
     cfg = agent.cfg
     agent.step = step
     clock = report.Clock()
     if cfg.half_life:
         for opt_group in agent.opt.param_groups:
             opt_group["lr"] = opt_group["initial_lr"] * 0.5 ** ((step - 1) / cfg.half_life)
-    drawn = dist.rng(cfg, "problems", step).sample(problems, cfg.prompts)
+    rng = dist.rng(cfg, "problems", step)
+    drawn = rng.sample(problems, cfg.prompts)
     batch, stats = rollout(agent, dist.of_rank(drawn), dist.rng(cfg, "rollout", step))
     clock.has_sampled()
     # 4. Update.
@@ -562,7 +563,7 @@ def train_step(agent, problems, step):
 def train(cfg, task=None, saved=None):
     """A whole run, or the rest of one from the Checkpoint `saved`: the warm start (in setup.begin)
     and Algorithm 1: in each iteration a new reference, a refitted reward model, --steps steps."""
-    # Again: in a notebook another Config may have put its functions in place since.
+    # As in make_config: in a notebook another Config may have been made since.
     config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])
     cfg, task, encoding, policy, problems, held_out = setup.begin(cfg, task, saved)
     agent = new_agent(cfg, task, encoding, policy, saved)
@@ -570,21 +571,19 @@ def train(cfg, task=None, saved=None):
     if done < 0:
         finish_step(agent, held_out, 0, {})
     log = []  # of this process
-    for iteration in range(cfg.iterations):
-        first = 1 + iteration * cfg.steps
+    for step in range(max(1, done + 1), cfg.total_steps + 1):
+        iteration, earlier = divmod(step - 1, cfg.steps)
         fitted = {}
-        if done < first and cfg.steps:  # a new iteration, not a resumed one
+        if earlier == 0:  # the first step of an iteration
             if agent.ref is not None:
                 dist.copy_weights(agent.ref, agent.policy)
             if agent.reward_model is not None:
                 fitted = reward.refit(agent, problems, iteration, generate)
-        for step in range(max(first, done + 1), first + cfg.steps):
-            batch, stats = train_step(agent, problems, step)
-            if step == first:
-                stats |= fitted
-            log.append(stats)
-            report.log_step(agent, step, batch, log, logps)
-            finish_step(agent, held_out, step, stats)
+        batch, stats = train_step(agent, problems, step)
+        stats |= fitted
+        log.append(stats)
+        report.log_step(agent, step, batch, log, logps)
+        finish_step(agent, held_out, step, stats)
     report.farewell(cfg, held_out[0].prompt)
     return agent
 

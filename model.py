@@ -92,7 +92,7 @@ def double(x):
 # ------------------------------------------------- which token attends to which
 
 class Rows:
-    """A pass over whole rows, ids (B, T). run/passes.py has another, in which prefixes are one."""
+    """A pass over whole rows, ids (B, T). run/passes.py has one that shares prefixes."""
 
     def __init__(self, ids, device):
         self.ids = send(ids, device)
@@ -111,7 +111,7 @@ class Rows:
         return h
 
     def once(self, at, tokens):
-        """Of m tokens behind positions `at` those to score, (n,), and each one's index."""
+        """The n (position, token) pairs to score, of m, and the index of each of the m."""
         return at, tokens, torch.arange(len(at))
 
 class CachedRows(Rows):
@@ -300,7 +300,7 @@ class GPT(nn.Module):
         return self.head(h).float().softmax(-1)     # without a bias, h / t gives logits / t
 
     def logps(self, h, tokens):
-        """log pi (n,) of the tokens (n,) that come next; h as in `probs`. Logits exist in parts."""
+        """log pi (n,) of the next tokens (n,); h as in `probs`. Logits are made in parts."""
         size = max(1, self.most_logits // self.cfg.vocab_size)
         if len(tokens) > size:
             parts = zip(h.split(size), tokens.split(size))

@@ -1,4 +1,4 @@
-"""Rewards of completions and of their steps, by rule or learned: labels, models, fit, replay."""
+"""Rewards of completions and of their steps, by rule or learned: labels, fit, replay."""
 import torch
 import torch.nn.functional as F
 
@@ -9,7 +9,7 @@ from model import send
 from run import dist, passes, terminal
 
 FIT_LR = 1e-3           # peak learning rate up to 256 channels, then as 1/width (arXiv 2203.03466)
-TRUNCATED_REWARD = 0.0  # maximum reward of a completion cut off at --max_new; by rule at most 0
+TRUNCATED_REWARD = 0.0  # maximum reward of a completion that is cut off; by rule at most 0
 FIT_STEPS = 64          # problems that a fit labels, in steps: FIT_STEPS * --prompts
 CHOICES = 4             # completions that an annotator compares; 2: Bradley-Terry
 
@@ -33,8 +33,8 @@ def repeated(items, group):
     return [item for item in items for _ in range(group)]
 
 def by_rule(agent, batch, episodes=None):
-    """What each row says, and the components (B,) of the rule's reward. Of a completion that was
-    cut off only negative ones count."""
+    """What each row says, and the components (B,) of the rule's reward. If it was cut off,
+    only negative ones count."""
     if hasattr(agent.task, "reply") and episodes is None:
         raise UserError("rows of a task with several turns need its Episodes")
     said = texts(agent.encoding, batch, episodes)

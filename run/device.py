@@ -30,7 +30,7 @@ def has_static_cache(cfg):
     return cfg.cache == "static" or cfg.cache == "auto" and device_of(cfg).type == "cuda"
 
 def compile_all(cfg, *modules):
-    """Under --compile, compiles each layer of the modules, and what is made of logits."""
+    """Under --compile, compiles each layer of the modules, and functions of logits."""
     if not cfg.compile:
         return
     torch._dynamo.config.recompile_limit = 64       # for all layers together; 8 by default
@@ -45,7 +45,7 @@ def compile_all(cfg, *modules):
 
 def prepare():
     """Settings of the process."""
-    torch.backends.cuda.enable_cudnn_sdp(False)     # 0.4 s for each new shape; most batches are one
+    torch.backends.cuda.enable_cudnn_sdp(False)     # 0.4 s per new shape, which most batches are
     with contextlib.suppress(OSError, AttributeError):      # not glibc
         # M_MMAP_THRESHOLD: freed blocks of 2 MB go back; kept, they once doubled the memory.
         ctypes.CDLL("libc.so.6").mallopt(-3, 2 ** 21)

@@ -1,5 +1,5 @@
 """Batches of rows, micro-batches, supervised fits, and a layout in which a prefix that rows have in
-common is computed once: on a CPU half the time. A state must depend on earlier tokens alone."""
+common is computed once: on a CPU half the time. States must depend on the past alone."""
 from dataclasses import fields, replace
 from typing import NewType
 
@@ -26,7 +26,7 @@ def padded(rows, group, width):
 
 def behind_prompts(mask, prompts, begun, group):
     """Where completions begin, (B,), and which of their tokens are judged, (B, T): those in mask
-    (B, T), and of those given what grpo.generate is told."""
+    (B, T), and given ones that `begun` marks."""
     judged = [[False] * len(prompt) + judged for prompt, (_, judged) in zip(prompts, begun)]
     judged = padded(judged, group, mask.size(1)).bool()
     start = torch.tensor([len(prompt) for prompt in prompts]).repeat_interleave(group)

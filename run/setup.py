@@ -71,7 +71,7 @@ def problems_of(cfg, task):
     return train, held_out
 
 def to_train_on(cfg, task):
-    """`problems_of` a new run, of both kinds; prints a note if they overlap."""
+    """`problems_of` a run, of both kinds; prints a note if they overlap."""
     train, held_out = problems_of(cfg, task)
     if not train:
         empty = [f", without --{name}" for name, x in cfg.task_args.items() if x == ""]
@@ -84,7 +84,7 @@ def to_train_on(cfg, task):
     return train, held_out
 
 def fingerprint(cfg, train, held_out):
-    """SHA-256 of the problems, by task and settings; UserError if it is another on other ranks."""
+    """SHA-256 of the problems, by task and settings; UserError if the ranks differ."""
     parts = [[(p.prompt, getattr(p, "__dict__", p)) for p in part] for part in (train, held_out)]
     found = hashlib.sha256(shown(parts).encode()).hexdigest()
     if {*dist.gather(found)} != {found}:

@@ -1,4 +1,4 @@
-"""What is printed, on the first rank alone, and progress."""
+"""What is printed, mostly by the first rank alone, and progress."""
 import os
 import sys
 import time
@@ -29,7 +29,7 @@ def duration(seconds):
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
 
 def progress(name, total, every=10):
-    """A function that prints how much is done, and the time left, once in `every` seconds."""
+    """A function that prints how much is done, and the time left, every `every` seconds."""
     began = said = time.time()
     def told(done, more="", now=False):
         nonlocal said

@@ -1,4 +1,4 @@
-"""One row more for each group, which the policy did not sample: a demonstration of the task (as in
+"""Adds a row to each group that the policy did not sample: a demonstration of the task (as in
 LUFFY, arXiv 2504.14945, here with PPO's clip). For rows of your own replace `shown`."""
 import torch
 import grpo
@@ -21,7 +21,7 @@ def collect(agent, problems, rng):
 
 def given(agent, problems, said):
     """Rows that the policy did not sample, judged by the rule: of each problem a completion, as
-    ids. Their logp is the present policy's, until that of who wrote them replaces it."""
+    ids. Their logp is the present policy's, unless you put their author's there."""
     prompts = [agent.encoding.encode_prompt(p.prompt) for p in problems]
     ids, mask = setup.ids_and_mask(list(zip(prompts, said)))
     ids = ids.to(agent.policy.device)

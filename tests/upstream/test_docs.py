@@ -159,7 +159,7 @@ def test_the_bugs_can_be_put_in(monkeypatch):
     """Each text of bugs.py is in its file, and what replaces it is Python."""
     monkeypatch.syspath_prepend(str(ROOT / "experiments" / "robustness"))
     bugs = [*importlib.import_module("bugs").bugs()]
-    assert f"puts {len(bugs)} into copies" in DOCS["pitfalls.md"]
+    assert f"plants {len(bugs)} in copies" in DOCS["pitfalls.md"]
     for name, file, _, text, instead in bugs:
         source = (ROOT / file).read_text()
         assert text in source, f"update experiments/robustness/bugs.py: {name}"

@@ -534,8 +534,8 @@ def update(agent, batch, rng):
     return dist.sums(stats) | {"grad_norm": norm / updates, "mismatch": mismatch}
 
 def has_gradient(agent, batch):
-    """Which rows have a gradient, (B,), on the host; update skips the others. Without terms of a
-    reference, a critic or a file's own loss these are the rows with an advantage."""
+    """Which rows may have a gradient, (B,), on the host; update skips the others. Without terms of
+    a reference, a critic or a file's own loss these are the rows with an advantage."""
     own_loss = {"surrogate", "policy_loss", "total_loss"} & config.REPLACED.keys()
     if agent.ref is not None or agent.critic is not None or own_loss:
         return torch.ones(len(batch.ids), dtype=torch.bool)

@@ -52,7 +52,7 @@ def task(folder, **code):
 OF_REWARD = "the reward of the prompt '2?'"
 DICT, SHARE, NUMBER = "a dict with 'correct'", "from 0 (wrong) to 1 (right)", "be a bool, int or"
 NUMBERS = ("1e39", "-1e39", "10 ** 400", "1.0000001e15", "math.inf", "math.nan", "'1'", "P")
-NAMES = ("pass@1", "pass", "x@y", "turns", "greedy", "reward_seconds", "step", 1)
+NAMES = ("pass@1", "pass", "maj", "x@y", "turns", "greedy", "reward_seconds", "step", 1)
 
 
 @pytest.mark.parametrize("function, returned, says", [

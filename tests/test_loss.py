@@ -115,6 +115,13 @@ def test_huge_gaps_keep_the_gradient_finite(gap, adv, place):
     assert loss.isfinite() and logp.grad.isfinite().all() and logp.grad[0, 1] == 0
 
 
+@mark.parametrize("ratio", ["token", "sequence"])
+def test_a_ratio_beyond_the_bounds_still_has_a_gradient(ratio):
+    x = torch.tensor([[-30.0], [30.0]], requires_grad=True)
+    grpo.importance_ratio(x, x.abs() > 0, with_(ratio=ratio)).sum().backward()
+    assert_close(x.grad, torch.tensor([[-20.0], [20.0]]).exp())
+
+
 def test_bounded_keeps_value_below_and_gradient_above():
     x = torch.tensor([-300.0, -3.0, 3.0, 300.0], requires_grad=True)
     bounded(x).sum().backward()

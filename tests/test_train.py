@@ -140,6 +140,26 @@ def test_speeds_are_tokens_by_seconds(monkeypatch):
         seconds=10.0, reward_seconds=3.0, rollout_tok_s=4.0, update_tok_s=1.6)
 
 
+def test_the_clock_is_told_between_rollout_and_update(monkeypatch):
+    seen = []
+    for module, name in ((grpo, "rollout"), (report.Clock, "has_sampled"), (grpo, "update")):
+        def noted(*given, name=name, real=getattr(module, name)):
+            seen.append(name)
+            return real(*given)
+        monkeypatch.setattr(module, name, noted)
+    grpo.train_step(new_agent(kl="none"), PROBLEMS, 1)
+    assert seen == ["rollout", "has_sampled", "update"]
+
+
+def test_the_rate_and_the_coefficient_of_now_are_logged():
+    """Not those of the settings; a coefficient only where it counts."""
+    for changes, logged in (({}, {"lr": 0.5, "beta": 0.7}), (dict(kl="watch"), {"lr": 0.5})):
+        agent = new_agent(**changes)
+        agent.beta = 0.7
+        agent.opt.param_groups[0]["lr"] = 0.5
+        assert report.schedules(agent) == logged
+
+
 def test_a_critic_of_equal_returns_explains_all_of_nothing(monkeypatch):
     monkeypatch.setattr(TASK, "reward", lambda problem, text: {"correct": 1.0})
     agent = new_agent(baseline="value", adv_scale="none", kl="none", lam=1.0)

@@ -223,12 +223,13 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
     left) returns the ids of a reply, fewer than are left, and whether the episode is over; without
     ids the row ends. Returns a Batch with its first fields."""
     device = policy.device
-    width = max(map(len, prompts))
+    lengths = [len(prompt) for prompt in prompts]
+    longest = max(length + new for length, new in zip(lengths, room))
     N = max(room)
-    ids = passes.padded(prompts, group, width + N).to(device)
-    lengths = torch.tensor([*map(len, prompts)], device=device)     # (P,)
-    start = lengths.repeat_interleave(group)   # (B,)
-    limit = torch.tensor(room, device=device).repeat_interleave(group)  # (B,)
+    ids = passes.padded(prompts, group, max(lengths) + N).to(device)
+    start = torch.tensor(lengths, device=device)
+    start = start.repeat_interleave(group)  # (B,)
+    limit = torch.tensor(room, device=device).repeat_interleave(group)
     stop = torch.tensor(sorted(stop), device=device)
     mask = torch.zeros_like(ids, dtype=torch.bool)
     forced = torch.zeros_like(mask)     # tokens of replies: read, not sampled
@@ -237,9 +238,8 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
     done = torch.zeros_like(finished)   # finished, or cut off
     if u is not None:
         u = u.to(device, torch.float32)
-    longest = (start + limit).max().item()
-    cache = caches.new(policy, longest, temperature)    # its p are at this temperature
-    rows, p = cache.prefill(ids[::group, :width], lengths, group)
+    cache = caches.new(policy, longest, temperature)
+    rows, p = cache.prefill(ids[::group, :max(lengths)], start[::group], group)
     for n in range(N):                  # p (r, V) is of token n of `rows` (r,)
         column = start[rows] + n
         sampled = ~(forced[rows, column] | done[rows])
@@ -263,7 +263,7 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
             rows, p = cache.append(token, column, done)
         if len(rows) == 0:
             break
-    T = passes.row_lengths(mask).max()  # up to the last sampled one
+    T = passes.row_lengths(mask).max().item()  # up to the last sampled one
     return Batch(ids[:, :T], mask[:, :T], finished, logp[:, :T], start)
 
 def generate(agent, problems, group, rng=None, u=None, begun=None):

@@ -513,11 +513,12 @@ def update(agent, batch, rng):
     batch = replace(batch, ids=batch.ids.cpu())  # for layouts
     for i, (rows, n_rows) in enumerate(minibatches(cfg, rng, batch.groups)):
         part = minibatch(agent, batch, rows)
-        n_tokens = dist.all_reduce(part.mask.cpu()[rows].sum())
+        mask = part.mask.cpu()
+        n_tokens = dist.all_reduce(mask[rows].sum())
         n_tokens = n_tokens.clamp(min=1).item()
         rows = rows[has_gradient(agent, part)[rows]]
         scored = []
-        for micro in passes.micro_batches(part, rows, cfg.micro_tokens, agent.policy):
+        for micro in passes.micro_batches(part, mask, rows, cfg.micro_tokens, agent.policy):
             weight = token_weights(micro.mask, cfg.loss_mean, n_rows,
                                    n_tokens, cfg.max_new)
             loss, terms, logp = total_loss(agent, micro, weight, n_tokens)

@@ -263,7 +263,8 @@ class GPT(nn.Module):
         cos = angle.cos()[:, None]
         sin = angle.sin()[:, None]
         self.register_buffer("cos", torch.cat((cos, cos), -1), persistent=False)
-        self.register_buffer("sin", torch.cat((-sin, sin), -1), persistent=False)
+        sin = torch.cat((-sin, sin), -1)
+        self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, ids, pos=None, cache=None, slots=None, layout=None):
         """Hidden states (B, T, C) of ids (B, T), which are written to a cache. pos (B, 1): those

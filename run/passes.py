@@ -127,10 +127,9 @@ def select(batch, rows, T):
             found[f.name] = found[f.name][:, :T]
     return type(batch)(**found)
 
-def micro_batches(batch, rows, budget, module):
-    """Yields the parts of `split_rows` of some rows as Batches."""
-    ids, mask = batch.ids[rows], batch.mask[send(rows, batch.mask.device)]
-    for part, T in split_rows(ids, mask, budget, module):
+def micro_batches(batch, mask, rows, budget, module):
+    """Yields the parts of `split_rows` of some rows as Batches; ids and mask are on the host."""
+    for part, T in split_rows(batch.ids[rows], mask[rows], budget, module):
         yield select(batch, rows[part], T)
 
 def in_parts(token_logps, gpt, batch, cfg, critic=None):

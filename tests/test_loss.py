@@ -286,8 +286,8 @@ def test_a_gap_in_any_micro_batch_is_found(row):
     (b, cfg), two = a_rollout(micro_tokens=1), with_(micro_tokens=1, minibatches=2)
     first = b.mask[row].nonzero()[0, 0]
     b.logp = b.logp.clone()
-    b.logp[row, first] += 6e-5
-    assert updated(b, cfg, 1e-9)[0]["mismatch"] == approx(6e-5, abs=3e-5)
+    b.logp[row, first] += 6e-4
+    assert updated(b, cfg, 1e-9)[0]["mismatch"] == approx(6e-4, abs=3e-5)
     b.logp[row, first] += 1
     rows, _ = next(grpo.minibatches(two, random.Random(0), b.groups))
     for given in [cfg] + [two] * (row in rows):

@@ -10,10 +10,10 @@ LINES = {"own": 5_340, "run": 2_625, "data": 1_386}
 CHARACTERS = {"own": 263_000, "tests": 556_800, "experiments": 172_500}
 WORDS = 15_000
 
-FILES = {"grpo.py": 620, "model.py": 353, "reward.py": 353, "experiments/smallest.py": 130,
+FILES = {"grpo.py": 620, "model.py": 354, "reward.py": 353, "experiments/smallest.py": 130,
          "README.md": 90}
 # At nanoGPT's density: characters of a code line, those over 80 columns, nodes of the syntax tree.
-DENSITY = {"grpo.py": (47, 0.15, 6.71), "model.py": (48, 0.18, 7.32), "reward.py": (48, 0.18, 7.70)}
+DENSITY = {"grpo.py": (47, 0.15, 6.71), "model.py": (48, 0.18, 7.30), "reward.py": (48, 0.18, 7.70)}
 
 
 def texts(*globs):

@@ -113,7 +113,6 @@ class Config:
     compile: bool = False       # torch.compile; half a minute at first
     cache: Literal["auto", "plain", "shared", "static"] = "auto"    # KV cache
     shared_prefixes: bool = True    # train on what rows share once
-    shard: bool = False         # models sharded across the ranks (FSDP2)
 
     def __post_init__(self):
         least = dict(seed=0, steps=0, warm_steps=0, temperature=1e-3)
@@ -182,7 +181,7 @@ class Agent:
     task: ModuleType
     encoding: Encoding
     policy: Module
-    sampler: Module = None              # the policy, or a copy: in bfloat16, or unsharded
+    sampler: Module = None              # the policy, or a copy in bfloat16
     ref: Module = None                  # the reference, frozen
     critic: Module = None               # the value of a state
     reward_model: Module = None
@@ -503,6 +502,7 @@ def minibatch(agent, batch, rows):
     depends on a whole minibatch, of all ranks, as in `clip_cov`."""
     return batch
 
+@torch.enable_grad()  # a task's code may have switched it off
 def update(agent, batch, rng):
     """Makes an optimizer step for each minibatch of each epoch; returns the mean statistics."""
     cfg = agent.cfg
@@ -518,7 +518,7 @@ def update(agent, batch, rng):
         n_tokens = n_tokens.clamp(min=1).item()
         rows = rows[has_gradient(agent, part)[rows]]
         scored = []
-        for micro in passes.micro_batches(part, mask, rows, cfg.micro_tokens, agent.policy):
+        for micro in passes.micro_batches(part, mask, rows, cfg.micro_tokens):
             weight = token_weights(micro.mask, cfg.loss_mean, n_rows,
                                    n_tokens, cfg.max_new)
             loss, terms, logp = total_loss(agent, micro, weight, n_tokens)
@@ -556,8 +556,8 @@ def train_step(agent, problems, step):
     batch, stats = rollout(agent, dist.of_rank(drawn), dist.rng(cfg, "rollout", step))
     clock.has_sampled()
     # 4. Update.
-    with dist.updating(agent):  # at its end the sampler gets the new weights
-        stats |= update(agent, batch, dist.rng(cfg, "update", step))
+    stats |= update(agent, batch, dist.rng(cfg, "update", step))
+    dist.sync_sampler(agent)
     stats |= clock.speeds(batch) | report.schedules(agent)
     return batch, stats
 

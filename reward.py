@@ -112,7 +112,7 @@ def scores(reward_model, ids, mask, cfg):
     device = ids.device
     out = torch.zeros(ids.shape, device=device)
     ids, mask = ids.cpu(), mask.cpu()
-    for rows, T in passes.split_rows(ids, mask, cfg.micro_tokens, reward_model):
+    for rows, T in passes.split_rows(ids, mask, cfg.micro_tokens):
         score = score_rows(reward_model, ids[rows, :T], mask[rows, :T])
         out[send(rows, device), :T] = score.to(device)
     return out
@@ -324,7 +324,7 @@ def fit(reward_model, rows, K, cfg, rng):
         sets = dist.of_rank(sets)
         ids_of_sets = ids[sets].flatten(1)
         said = mask[sets].any(1)
-        for micro, T in passes.split_rows(ids_of_sets, said, budget, reward_model):
+        for micro, T in passes.split_rows(ids_of_sets, said, budget):
             chosen = rows_of(sets[micro], K)
             part = some(rows, (chosen, slice(T)))
             at = part["ends"].flatten().nonzero()[:, 0]

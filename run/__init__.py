@@ -2,7 +2,7 @@
 
     passes      micro-batches, rows with common prefixes once, supervised fits
     caches      the KV caches of sampling, and the drawing of tokens
-    dist        sums and random streams over ranks; sharded models (FSDP2)
+    dist        the ranks: sums over them, their random streams
     report      a step's statistics; samples.jsonl; the terminal; runs as an HTML page
 
 How a run begins, and what it leaves behind:

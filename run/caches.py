@@ -135,13 +135,9 @@ def memory_of(model, rows, slots):
         if (rows, slots) == (old.rows, old.slots):
             return old
     del old
-    forget(model)  # frees it before there is a new one
+    MEMORY.pop(model, None)     # frees it before there is a new one
     MEMORY[model] = Memory(model, rows, slots)
     return MEMORY[model]
-
-def forget(model):
-    """Drops a model's Memory: its weights will have other addresses."""
-    MEMORY.pop(model, None)
 
 class Step:
     """The states (b, C) after one more token (r,) of each row; rows from r on have ended. On CUDA a

@@ -34,11 +34,9 @@ def save(agent, step):
     """Writes the policy and the checkpoint after `step`, on the first rank."""
     tensors = training_state(agent)
     dist.check_alike(tensors)
-    tensors = {n: dist.for_the_first_rank(x) for n, x in tensors.items()}
     if dist.rank() > 0:
         return
-    policy = {n.removeprefix("policy."): x for n, x in tensors.items() if n.startswith("policy.")}
-    pretrained.save(agent.policy, agent.cfg.folder, agent.encoding.files, policy)
+    pretrained.save(agent.policy, agent.cfg.folder, agent.encoding.files)
     model = pretrained.config_json(agent.policy)
     sizes = []
     for name in files.LOGS:
@@ -101,11 +99,9 @@ def keep_best(agent, step, results):
     dist.wait_for_all()  # every rank has read it
     if {**known, **of} == known and results["pass@1"] <= known.get("pass@1", -1):
         return
-    policy = {n: dist.for_the_first_rank(p.detach())
-              for n, p in dist.parameters(agent.policy).items()}
     if dist.rank() == 0:
         note.unlink(missing_ok=True)  # its last file: without it the rest counts for none
-        pretrained.save(agent.policy, best, agent.encoding.files, policy)
+        pretrained.save(agent.policy, best, agent.encoding.files)
         files.write_whole(best / "run.json", (cfg.folder / "run.json").read_text())
         files.write_whole(note, json.dumps({"step": step, **of, **results}))
 
@@ -170,7 +166,7 @@ def same(one, other):
 
 # Of a resumed run: its length, what it measures and keeps, what changes only the rounding.
 MAY_CHANGE = {"out", "steps", "eval_every", "held_out", "samples", "save_every", "micro_tokens",
-              "recompute", "device", "dtype", "compile", "cache", "shared_prefixes", "shard"}
+              "recompute", "device", "dtype", "compile", "cache", "shared_prefixes"}
 
 def resume(folder, kind, flags):
     """The Config and the Checkpoint to continue from; `flags` may change some of the settings."""
@@ -255,10 +251,10 @@ ROLES = ("policy", "ref", "critic", "reward_model")
 OTHERS = ("history", "state")       # tensors by name, which may be any
 
 def named_parameters(agent):
-    """The parameters of a run by role and name; of sharded ones, this rank's shards."""
+    """The parameters of a run by role and name."""
     modules = {role: getattr(agent, role) for role in ROLES}
     return {f"{role}.{n}": p for role, module in modules.items() if module is not None
-            for n, p in dist.parameters(module).items()}
+            for n, p in module.named_parameters()}
 
 def training_state(agent):
     """A run's tensors: parameters by role, `opt.<key>.<parameter>` and rates, other state."""
@@ -287,7 +283,7 @@ def restore(agent, checkpoint):
         elif None in (x, into) or x.shape != into.shape:
             raise UserError(f"{agent.cfg.folder}: the checkpoint is of another model: {name}")
         else:
-            into.copy_(dist.like(into, x))
+            into.copy_(x)
     for i, group in enumerate(agent.opt.param_groups):
         group["lr"], group["initial_lr"] = want[f"rate.{i}"].tolist()
     agent.history, agent.state = others.values()

@@ -1,5 +1,4 @@
-"""Ranks and sums over them, sharded models (FSDP2), random streams."""
-import contextlib
+"""Ranks, sums over them, random streams."""
 import math
 import os
 import random
@@ -10,8 +9,6 @@ import torch
 from torch import distributed
 
 from data import UserError
-from model import Block
-from run import caches
 from run.device import device_of, prepare
 
 # -------------------------------------------------------------------- the ranks
@@ -100,40 +97,7 @@ def exit_with(code):
     if code:
         sys.exit(code)
 
-# --------------------------------------------------------------- sharded models
-
-def is_sharding(cfg):
-    return cfg.shard and ranks() > 1
-
-def shard_module(cfg, module):
-    """Under --shard, shards a module in place, except frozen parameters of a trained one."""
-    if not is_sharding(cfg):
-        return module
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    mesh = init_device_mesh(device_of(cfg).type, (ranks(),))
-    params = [*module.parameters()]
-    frozen = {p for p in params if not p.requires_grad}     # of a reward model: its norm
-    ignored = frozen if len(frozen) < len(params) else set()
-    blocks = [block for block in module.modules() if isinstance(block, Block)]
-    for block in blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
-    for part in [*blocks, module]:
-        part.set_gradient_divide_factor(1.0)        # a sum: the loss is weighted over all ranks
-        part.set_force_sum_reduction_for_comms(True)
-    return module
-
-@contextlib.contextmanager
-def updating(agent):
-    """A context for an update, at whose end the sampler, if it is a copy, has the new weights."""
-    if is_sharded(agent.policy):
-        caches.forget(agent.sampler)    # the update needs its memory
-        for p in agent.sampler.parameters():
-            p.data = p.data.new_empty(0)
-    with torch.enable_grad():       # a task's code may have switched it off
-        yield
-    sync_sampler(agent)
+# ------------------------------------------------------- the models of the ranks
 
 def sync_sampler(agent):
     """Copies the policy's weights into the sampler, if that is another module."""
@@ -143,65 +107,34 @@ def sync_sampler(agent):
 @torch.no_grad()
 def copy_weights(copied, policy):
     """Copies the policy's weights and buffers into a frozen copy, whose head may be untied."""
-    source = parameters(policy) | dict(policy.named_buffers())
-    target = parameters(copied) | dict(copied.named_buffers())
+    source = dict(policy.named_parameters()) | dict(policy.named_buffers())
+    target = dict(copied.named_parameters()) | dict(copied.named_buffers())
     if policy.cfg.tied and "lm_head.weight" in target:
         source["lm_head.weight"] = source["embed_tokens.weight"]
     if differing := source.keys() ^ target.keys():
         raise UserError(f"cannot copy the policy: only one of the two has {min(differing)}")
     for name, p in target.items():
-        x = source[name] if is_sharded(p) else full(source[name])
-        if p.numel() == 0:                              # freed by `updating`
-            p.data = p.data.new_empty(x.shape)
-        p.copy_(x)
-
-def is_sharded(x):
-    """Whether x is a DTensor or FSDPModule, which are slow to import."""
-    return hasattr(x, "full_tensor") or hasattr(x, "reshard")
-
-def parameters(module):
-    """The parameters by name; of a sharded module, this rank's shards."""
-    if is_sharded(module):
-        module.reshard()
-    return dict(module.named_parameters())
-
-def full(x):
-    """A sharded tensor gathered from all ranks; any other tensor unchanged."""
-    return x.full_tensor() if is_sharded(x) else x
-
-def for_the_first_rank(x):
-    """A tensor, on the first rank gathered to its CPU; every rank must call this."""
-    gathered = full(x)
-    return gathered.cpu() if rank() == 0 else x
+        p.copy_(source[name])
 
 def sum_gradients(params):
-    """Sums gradients over the ranks; FSDP2 has already summed sharded ones."""
+    """Sums gradients over the ranks; without rows a rank has none."""
     for p in params:
-        grad = torch.zeros_like(p) if p.grad is None else p.grad    # None: a rank without rows
-        p.grad = grad if is_sharded(grad) else all_reduce(grad)
+        p.grad = all_reduce(torch.zeros_like(p) if p.grad is None else p.grad)
 
 def clip_gradients(params, most):
     """Clips the norm of all gradients to `most`; returns the old one, which must be finite."""
-    norm = full(torch.nn.utils.clip_grad_norm_(params, most)).item()
+    norm = torch.nn.utils.clip_grad_norm_(params, most).item()
     if not math.isfinite(norm):
         raise UserError(f"the norm of the gradient is {norm}: see \"The gradient is not finite\" "
                         f"in docs/troubleshooting.md")
     return norm
 
-def like(p, x):
-    """A copy of tensor x on the device of parameter p, sharded as it is."""
-    x = x.to(p.device, copy=True)
-    if not is_sharded(p) or x.shape != p.shape:         # Adam's step count is a scalar
-        return x
-    from torch.distributed.tensor import distribute_tensor
-    return distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
-
 def check_alike(tensors):
-    """UserError if tensors that are not sharded differ between ranks."""
+    """UserError if tensors differ between ranks."""
     if ranks() == 1:
         return
     sums = {name: (tuple(x.shape), x.contiguous().flatten().view(torch.uint8).sum().item())
-            for name, x in tensors.items() if not is_sharded(x)}
+            for name, x in tensors.items()}
     for other in gather(sums):
         if differing := {name for name, _ in other.items() ^ sums.items()}:
             raise UserError(f"the ranks no longer hold the same {min(differing)}; continue from "

@@ -96,10 +96,10 @@ def replies_after(mask):
     columns = mask.nonzero()[:, 0]
     return ((columns.diff() > 1).nonzero()[:, 0] + 1).tolist()
 
-def split_rows(ids, mask, budget, module=None):
+def split_rows(ids, mask, budget):
     """Splits rows of ids and mask (B, T), sorted, so that common prefixes are neighbours, into
     micro-batches of at most `budget` tokens (0: MICRO_TOKENS), padding included, or of one row;
-    yields (row indices on the host, longest length), equally often on all ranks if sharded."""
+    yields (row indices on the host, longest length)."""
     budget = budget or MICRO_TOKENS
     rows = ids.tolist()
     length = row_lengths(mask.cpu()).tolist()
@@ -111,13 +111,9 @@ def split_rows(ids, mask, budget, module=None):
         else:
             chunks.append([row])
             longest = length[row]
-    most = max(1, len(chunks))
-    if dist.is_sharded(module):
-        most = dist.largest(most)
-    for chunk in chunks:
-        yield torch.tensor(chunk), max(length[row] for row in chunk)
-    for _ in range(most - len(chunks)):
-        yield torch.tensor([], dtype=torch.int64), ids.size(1)
+    for chunk in chunks or [[]]:        # without rows one that is empty
+        T = max((length[row] for row in chunk), default=ids.size(1))
+        yield torch.tensor(chunk, dtype=torch.int64), T
 
 def select(batch, rows, T):
     """Some rows of a Batch, indices on the host, Tokens cut to T columns."""
@@ -127,9 +123,9 @@ def select(batch, rows, T):
             found[f.name] = found[f.name][:, :T]
     return type(batch)(**found)
 
-def micro_batches(batch, mask, rows, budget, module):
+def micro_batches(batch, mask, rows, budget):
     """Yields the parts of `split_rows` of some rows as Batches; ids and mask are on the host."""
-    for part, T in split_rows(batch.ids[rows], mask[rows], budget, module):
+    for part, T in split_rows(batch.ids[rows], mask[rows], budget):
         yield select(batch, rows[part], T)
 
 def in_parts(token_logps, gpt, batch, cfg, critic=None):
@@ -137,7 +133,7 @@ def in_parts(token_logps, gpt, batch, cfg, critic=None):
     batch = replace(batch, ids=batch.ids.cpu(), mask=batch.mask.cpu())
     logp = torch.zeros(batch.ids.shape, device=gpt.device)
     value = None if critic is None else torch.zeros_like(logp)
-    for rows, T in split_rows(batch.ids, batch.mask, cfg.micro_tokens, gpt):
+    for rows, T in split_rows(batch.ids, batch.mask, cfg.micro_tokens):
         scored = token_logps(gpt, select(batch, rows, T), cfg, critic)
         rows = send(rows, gpt.device)
         logp[rows, :T] = scored[0]
@@ -209,7 +205,7 @@ def entropies(gpt, batch, cfg):
     ids, mask, device = batch.ids.cpu(), batch.mask.cpu(), gpt.device
     entropy = torch.zeros(mask.shape, device=device)
     size = max(1, gpt.most_logits // 16 // gpt.cfg.vocab_size)
-    for rows, T in split_rows(ids, mask, cfg.micro_tokens, gpt):
+    for rows, T in split_rows(ids, mask, cfg.micro_tokens):
         before, on = ids[rows, :T][:, :-1], mask[rows, 1:T]
         h = gpt(before, layout=layout_of(gpt, before, on))                      # (r, T - 1, C)
         on = send(on, device)

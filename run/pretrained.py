@@ -241,15 +241,15 @@ def file_names(hf, names):
 
 # ---------------------------------------------------------------------- writing
 
-def save(model, folder, files=(), parameters=None):
-    """Writes a model in the layout that was loaded, and `files` (name to bytes). `parameters`: the
-    full tensors of a sharded model. In float32: bfloat16 would round most updates away."""
+def save(model, folder, files=()):
+    """Writes a model in the layout that was loaded, and `files` (name to bytes). In float32:
+    bfloat16 would round most updates away."""
     folder, hf = Path(folder), config_json(model)
     hf |= {key: "float32" for key in ("dtype", "torch_dtype") if hf.get(key)}
     for name, content in {"config.json": json.dumps(hf, indent=2), **dict(files)}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)   # a template's is a subfolder
         write_whole(folder / name, content)
-    parameters, tensors = parameters or dict(model.named_parameters()), {}
+    parameters, tensors = dict(model.named_parameters()), {}
     for name, parts in file_names(hf, parameters).items():
         pieces = [parameters[part].detach() for part in parts]
         whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
@@ -360,10 +360,9 @@ def memory(model, cfg, longest):
     c, ranks = model.cfg, dist.ranks()
     n = sum(p.numel() for p in model.parameters())
     b = 2 if dtype_of(cfg) == "bfloat16" else 4        # bytes of a number in a matrix product
-    shards = ranks if dist.is_sharding(cfg) else 1
     policies = 1 + (cfg.critic == "separate" and "value" in cfg.baseline)
-    trained = n * (policies + (cfg.reward != "rule")) / shards
-    copies = cfg.needs_reference / shards + (b == 2 or shards > 1)
+    trained = n * (policies + (cfg.reward != "rule"))
+    copies = cfg.needs_reference + (b == 2)
     frozen = b * n + (4 - b) * c.vocab_size * c.n_embd * (1 + c.tied)    # no rounded embedding
 
     rows, slots = cfg.prompts * cfg.group // ranks, longest + cfg.max_new

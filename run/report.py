@@ -158,19 +158,16 @@ def resume_command(cfg):
 
 def log_step(agent, step, batch, done, logps):
     """Prints a step's line; when due also a group, and adds two to samples.jsonl. logps: grpo's."""
-    cfg, first = agent.cfg, dist.rank() == 0
+    cfg = agent.cfg
     step_line(step, cfg.total_steps, done)
-    if step not in (1, cfg.total_steps) and step % cfg.save_every != 0:
+    due = step in (1, cfg.total_steps) or step % cfg.save_every == 0
+    if dist.rank() > 0 or not due:
         return
     for which, rows in chosen(cfg, step, batch).items():
-        if not (first or dist.is_sharded(agent.policy)):    # every rank takes part in its passes
-            return
         group = passes.select(batch, rows, batch.ids.size(1))
         with torch.compiler.set_stance("force_eager"):      # so few rows would be compiled again
             new_logp, _ = logps(agent.policy, group, cfg)
             entropy = passes.entropies(agent.policy, group, cfg)
-        if not first:
-            continue
         tensors = {n: x.cpu() for n, x in vars(group).items() if isinstance(x, torch.Tensor)}
         components = {n: x.cpu() for n, x in group.components.items()}
         group = dataclasses.replace(group, **tensors, components=components)

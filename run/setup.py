@@ -147,23 +147,21 @@ def check_run(cfg, task, problems):
 # ------------------------------------------------------------------- the models
 
 def add_models(agent):
-    """The copies of the policy that a run needs; under --shard they are sharded."""
+    """The copies of the policy that a run needs."""
     cfg, policy = agent.cfg, agent.policy
     width = policy.cfg.n_embd
     if cfg.needs_reference:
-        agent.ref = dist.shard_module(cfg, frozen(policy))
+        agent.ref = frozen(policy)
     if cfg.baseline in ("value", "group+value"):        # the head starts at 0, so values do
         trunk = copy.deepcopy(policy) if cfg.critic == "separate" else None
-        critic = ScalarHead(width, trunk).to(policy.device)
-        agent.critic = dist.shard_module(cfg, critic)
+        agent.critic = ScalarHead(width, trunk).to(policy.device)
     if cfg.reward != "rule":
         std = (width + 1) ** -0.5  # scores of variance 1
         generator = dist.generator(cfg, "scorer")
-        scorer = ScalarHead(width, copy.deepcopy(policy), std, generator).to(policy.device)
-        agent.reward_model = dist.shard_module(cfg, scorer)
-    if policy.amp or dist.is_sharding(cfg):
+        scorer = ScalarHead(width, copy.deepcopy(policy), std, generator)
+        agent.reward_model = scorer.to(policy.device)
+    if policy.amp:
         agent.sampler = frozen(policy)
-    dist.shard_module(cfg, policy)
 
 def make_ready(agent, saved):
     """The models as before the first step, or as in a Checkpoint; compiled if asked."""
@@ -214,7 +212,7 @@ def warm_start(policy, task, problems, cfg, encoding):
         rows = [checked_row(p, task, encoding, cfg, rng) for p in drawn]
         tokens = sum(len(said) for parts in rows for said in parts[1::2])       # over all ranks
         ids, mask = ids_and_mask(dist.of_rank(rows))
-        for micro, T in passes.split_rows(ids, mask, cfg.micro_tokens, policy):
+        for micro, T in passes.split_rows(ids, mask, cfg.micro_tokens):
             said, on = ids[micro, :T], mask[micro, :T]
             layout = passes.layout_of(policy, said[:, :-1], on[:, 1:])
             logp, _ = model.token_logps(policy, said, on, 1.0, layout=layout)

@@ -96,7 +96,7 @@ def killed_before(path, n=1):
 
 # All others must be what they are in the run; with several iterations, `steps` too.
 MAY_CHANGE = {"out", "steps", "eval_every", "save_every", "held_out", "samples", "micro_tokens",
-              "recompute", "device", "dtype", "compile", "cache", "shared_prefixes", "shard"}
+              "recompute", "device", "dtype", "compile", "cache", "shared_prefixes"}
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ import torch
 from conftest import LETTERS, Forked, flags, large_epsilon, metrics, records
 from safetensors.torch import load_file
 from test_turns import ECHO
-from torch.distributed.tensor import DTensor
 
 import grpo
 import reward
@@ -43,8 +42,6 @@ RUNS = {
                                supervision="process", steps=1),
     "labels by rollouts": dict(reward="rollouts", supervision="process", steps=1),
 }
-SHARDED = ["turns and a critic", "critic of its own", "a row a minibatch", "steps learned"]
-PAIRS = [("two", name) for name in RUNS] + [("sharded", name) for name in SHARDED]
 LOST = "error: another rank has ended; continue from the last checkpoint with --resume\n"
 
 
@@ -54,8 +51,7 @@ def settings(name, where):
     """One of RUNS in a folder of its own, from the model in `start` beside it."""
     above = where.parent
     chosen = SMALL | dict(task="letters.py", init=str(above / "start"), warm_steps=0) | RUNS[name]
-    return chosen | dict(task=str(above / chosen["task"]), out=str(where / name),
-                         shard=where.name == "sharded")
+    return chosen | dict(task=str(above / chosen["task"]), out=str(where / name))
 
 
 def run(name, where):
@@ -93,16 +89,12 @@ def all_runs(rank, where):
                 opened.append(str(args[0]))
     sys.addaudithook(note)
     dist.start(grpo.Config())
-    for name in SHARDED if where.name == "sharded" else RUNS:
+    for name in RUNS:
         agent, printed = run(name, where)
-        modules = filter(None, (agent.policy, agent.ref, agent.critic, agent.reward_model))
-        matrices = [p for module in modules for p in module.parameters() if p.dim() == 2]
         sha256 = hashlib.sha256()
         for n, x in sorted(checkpoint.training_state(agent).items()):
-            if not isinstance(x, DTensor):
-                sha256.update(n.encode() + x.contiguous().flatten().view(torch.uint8).numpy().data)
-        found[name] = {"state": [agent.beta, sha256.hexdigest()], "printed": printed,
-                       "whole": [not isinstance(p, DTensor) for p in matrices]}
+            sha256.update(n.encode() + x.contiguous().flatten().view(torch.uint8).numpy().data)
+        found[name] = {"state": [agent.beta, sha256.hexdigest()], "printed": printed}
     found = {"runs": found, "opened": opened}
     (where.parent / f"{where.name}{rank}.json").write_text(json.dumps(found))
     dist.exit_with(0)
@@ -203,8 +195,8 @@ def constants():
 
 @pytest.fixture(scope="module")
 def both(constants, tmp_path_factory):
-    """The folders of all RUNS, `one` by this process and `two` by a pair, and of SHARDED by
-    another; what this one printed, and what the ranks of both pairs found."""
+    """The folders of all RUNS, `one` by this process and `two` by a pair; what this one printed,
+    and what the ranks found."""
     top = tmp_path_factory.mktemp("ranks")
     (top / "letters.py").write_text(LETTERS)
     (top / "turns.py").write_text(ECHO)
@@ -214,10 +206,7 @@ def both(constants, tmp_path_factory):
     printed = {name: run(name, top / "one")[1] for name in RUNS}
     codes, _, err = end_of(two)
     assert codes == [0, 0], err
-    quiet(top / "sharded", 0, all_runs, top / "sharded")
-    found = [[json.loads((top / f"{ranks}{rank}.json").read_text()) for rank in (0, 1)]
-             for ranks in ("two", "sharded")]
-    return top, printed, *found
+    return top, printed, [json.loads((top / f"two{rank}.json").read_text()) for rank in (0, 1)]
 
 
 def tensors(where):
@@ -248,10 +237,10 @@ def without_bias(name, *states):
             state["reward_model.norm"][0] -= state.pop("reward_model.head.bias")[0]
 
 
-@pytest.mark.parametrize("ranks, name", PAIRS)
-def test_every_weight_is_that_of_one_process(both, ranks, name):
+@pytest.mark.parametrize("name", RUNS)
+def test_every_weight_is_that_of_one_process(both, name):
     """The moments of Adam and the labelled rows too."""
-    one, two = (tensors(both[0] / where / name) for where in ("one", ranks))
+    one, two = (tensors(both[0] / where / name) for where in ("one", "two"))
     begun = load_file(both[0] / "start" / "model.safetensors")
     assert one.keys() == two.keys() and len(one) > 20
     without_bias(name, one, two)
@@ -263,10 +252,10 @@ def test_every_weight_is_that_of_one_process(both, ranks, name):
             assert close(x, two[n], None if weight is None else x - weight), n
 
 
-@pytest.mark.parametrize("ranks, name", PAIRS)
-def test_every_statistic_is_that_of_one_process(both, ranks, name):
+@pytest.mark.parametrize("name", RUNS)
+def test_every_statistic_is_that_of_one_process(both, name):
     """Speeds count the tokens of both."""
-    one, two = (both[0] / where / name for where in ("one", ranks))
+    one, two = (both[0] / where / name for where in ("one", "two"))
     assert_alike(one, two)
     assert [[*m] for m in metrics(one)] == [[*m] for m in metrics(two)]
     cfg = grpo.make_config(**settings(name, two.parent))
@@ -294,34 +283,30 @@ def test_the_first_rank_prints_what_one_process_does(both, name):
 
 
 def test_the_first_rank_alone_writes(both):
-    """And each keeps a part of all models, if they are sharded."""
-    for is_sharded, (first, second) in enumerate(both[2:]):
-        assert len(first["opened"]) > len(first["runs"]) and second["opened"] == []
-        for found in (*first["runs"].values(), *second["runs"].values()):
-            assert {*found["whole"]} == {not is_sharded}
+    first, second = both[2]
+    assert len(first["opened"]) > len(first["runs"]) and second["opened"] == []
 
 
 # -------- what one meets reaches the other
 
-def command(both, name, ranks="two", **changes):
+def command(both, name, **changes):
     """The command line of one of RUNS, somewhere else."""
-    return flags(settings(name, both[0] / ranks) | changes)
+    return flags(settings(name, both[0] / "two") | changes)
 
 
 def resume(both, where):
     return ["--resume", "--task", str(both[0] / "letters.py"), "--out", str(where)]
 
 
-@pytest.mark.parametrize("ranks, name, sig, receiver, at, when, step", [
-    ("two", "ppo", signal.SIGTERM, 1, 2, "after step 1", 1),
-    ("two", "ppo", signal.SIGINT, 0, 2, "after step 1", 1),
-    ("two", "warm start", signal.SIGTERM, 1, 2, "in the warm start", -1),
-    ("sharded", "steps learned", signal.SIGTERM, 0, 4, "after step 1", 1)])     # after a fit
-def test_a_signal_to_one_rank_stops_both(both, tmp_path, ranks, name, sig, receiver, at, when,
-                                         step):
+@pytest.mark.parametrize("name, sig, receiver, at, when, step", [
+    ("ppo", signal.SIGTERM, 1, 2, "after step 1", 1),
+    ("ppo", signal.SIGINT, 0, 2, "after step 1", 1),
+    ("warm start", signal.SIGTERM, 1, 2, "in the warm start", -1),
+    ("steps learned", signal.SIGTERM, 0, 4, "after step 1", 1)])    # after a fit
+def test_a_signal_to_one_rank_stops_both(both, tmp_path, name, sig, receiver, at, when, step):
     """Going on, they end to the bit where they would have, one process up to rounding."""
-    out, alone, whole = tmp_path / "run", tmp_path / "alone", both[0] / ranks / name
-    args = command(both, name, ranks, out=out, eval_every=int(sig == signal.SIGINT))
+    out, alone, whole = tmp_path / "run", tmp_path / "alone", both[0] / "two" / name
+    args = command(both, name, out=out, eval_every=int(sig == signal.SIGINT))
     said = quiet(tmp_path, 128 + sig, interrupted, receiver, sig, at, args)
     assert re.match(rf"stopped {when}(, which will begin again)?; continue with: python grpo.py "
                     rf"--resume --out {out}", said.splitlines()[-1])
@@ -360,10 +345,9 @@ def test_of_a_fault_on_one_rank_there_is_one_line(both, tmp_path):
     assert codes == [2, 2] and err == [LOST, "error: a problem ⏎ of the second rank\n"]
 
 
-@pytest.mark.parametrize("ranks", ["two", "sharded"])
-def test_a_rank_that_dies_brings_the_other_down(both, tmp_path, ranks):
-    """And one process goes on where both were, with a sharded model too."""
-    args = command(both, "ppo", ranks, out=tmp_path / "run", save_every=1)
+def test_a_rank_that_dies_brings_the_other_down(both, tmp_path):
+    """And one process goes on where both were."""
+    args = command(both, "ppo", out=tmp_path / "run", save_every=1)
     codes, _, (lost, _) = pair(tmp_path, interrupted, 1, signal.SIGKILL, 6, args)
     assert codes == [2, -signal.SIGKILL] and lost == LOST
     assert checkpoint.load(tmp_path / "run", grpo.Config)[1].step == 1

@@ -128,7 +128,7 @@ def decode(args, at):
                 with measuring(args, f"{name}, {rows} rows, {way}") as found:
                     policy.kv_cache = way
                     a_token(found, at, policy, rows, copied)
-                caches.forget(policy)
+                caches.MEMORY.pop(policy, None)
 
 
 def update(args, at):

@@ -81,7 +81,7 @@ k3 loses its digits near 0 | grpo.py | loss
 the KL in the wrong direction | grpo.py | loss
     log_r = bounded(ref_logp - logp)  =>  log_r = bounded(logp - ref_logp)
 the reference is not frozen | run/setup.py | data_flow -k reference_moves
-    agent.ref = dist.shard_module(cfg, frozen(policy))  =>  agent.ref = policy
+    agent.ref = frozen(policy)  =>  agent.ref = policy
 the value depends on its token | model.py | advantages
     value = F.pad(critic(before, layout, h), (1, 0))  =>  value = critic(ids, None, gpt(ids))
 GAE bootstraps from padding | grpo.py | advantages
@@ -119,19 +119,15 @@ the reference is not updated between iterations | grpo.py | data_flow -k referen
 the same random numbers on every rank | run/dist.py | ranks
     of_rank(uniform(rng, n * ranks(), group, N))  =>  uniform(rng, n, group, N)
 gradients are not summed over ranks | run/dist.py | ranks
-    p.grad = grad if is_sharded(grad) else all_reduce(grad)  =>  p.grad = grad
-a sharded gradient is averaged over the ranks | run/dist.py | ranks -k sharded
-    part.set_gradient_divide_factor(1.0)  =>  part.set_gradient_divide_factor(2.0)
-ranks of a sharded model make different numbers of passes | run/passes.py | ranks -k sharded
-    for _ in range(most - len(chunks)):  =>  for _ in range(0):
+    p.grad = all_reduce(  =>  p.grad = (
 resume without the adapted beta | run/checkpoint.py | variants -k adapted_beta
     agent.beta = checkpoint.beta  =>  pass
 resume without the optimizer | run/checkpoint.py | checkpoint -k any_optimizer
-    into.copy_(dist.like  =>  name.startswith("opt.") or into.copy_(dist.like
+    into.copy_(x  =>  name.startswith("opt.") or into.copy_(x
 resume that resets the reference | run/checkpoint.py | checkpoint data_flow oracle
-    into.copy_(dist.like  =>  name.startswith("ref.") or into.copy_(dist.like
+    into.copy_(x  =>  name.startswith("ref.") or into.copy_(x
 resume without the critic | run/checkpoint.py | oracle -k any_two
-    into.copy_(dist.like  =>  name.startswith("critic.") or into.copy_(dist.like
+    into.copy_(x  =>  name.startswith("critic.") or into.copy_(x
 lines are logged twice after a resume | run/checkpoint.py | end_to_end -k killed
     f.truncate(size)  =>  pass
 the checkpoint is written in place | run/files.py | files checkpoint

@@ -1,7 +1,6 @@
 """Checkpoints: saving, loading, resuming; how a run takes its folder."""
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import shutil
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from data import UserError, load_task, read_json, task_file
+from data import UserError, load_task, read_json
 from run import config, dist, files, pretrained, report, signals
 from run.terminal import print0
 
@@ -151,9 +150,8 @@ def settings(mode, given, kind):
     refuse_foreign_code(known, given, folder)
     args = known.pop("task_args", {})
     own = config.own_settings(task, kind)
-    for name, x in [*args.items()]:
-        if name not in own or name in record["data"] and not Path(str(x)).exists():
-            print0(f"note: --{name} {args.pop(name)} is gone")
+    for name in args.keys() - own.keys():
+        print0(f"note: --{name} {args.pop(name)} is gone")
     if same(given.get("task", name), known.get("task", name)):
         known |= args
     return known | {"init": str(folder)} | given, None
@@ -187,23 +185,14 @@ def resume(folder, kind, flags):
         raise UserError(f"the run in {folder} is already at step {checkpoint.step}")
     return changed, checkpoint
 
-def data_of(cfg):
-    """SHA-256 of the files with code or problems that settings name, by setting."""
-    paths = {name: [Path(x)] for name, x in cfg.task_args.items() if isinstance(x, str)}
-    paths |= {"task": [task_file(cfg.task)], "algo": config.SOURCES}
-    return {name: hashlib.sha256(b"".join(path.read_bytes() for path in some)).hexdigest()
-            for name, some in paths.items() if some and some[0].is_file()}
-
-def compare(folder, data):
-    """Notes which SHA-256 of `data` was another when the run in a folder, or above it, began."""
+def compare(folder, problems):
+    """Notes that `problems`, by setup.fingerprint, were others when the run in a folder, or above
+    it, began."""
     about = files.about(folder) or files.about(Path(folder).parent)
-    for name, x in data.items():
-        if about.get("data", {}).get(name, x) == x:
-            continue
-        what, why = f"the file of --{name} has changed since", ""
-        if name.startswith("problems "):
-            what, why = "the problems are others than when", ": seed what draws them, sort sets"
-        print0(f"note: {what} the run in {folder} began{why}")
+    for name, x in problems.items():
+        if about.get("data", {}).get(name, x) != x:
+            print0(f"note: the problems are others than when the run in {folder} began: seed what "
+                   f"draws them, sort sets")
 
 # ----------------------------------------------------------------- a run begins
 

@@ -202,7 +202,6 @@ def implied(chosen):
 VARIANTS = Path(__file__).parent.parent / "experiments" / "variants"
 REPLACED = {}  # what the algorithm in use has replaced in grpo.py, by name
 FIXED = {}     # the settings that it does not use, or not otherwise, and their values
-SOURCES = []   # its file, and others of VARIANTS
 
 def file_of(algo):
     """The file of an algorithm, or None."""
@@ -213,15 +212,16 @@ def algorithm(algo, rows, grpo):
     """The settings of an algorithm: its row, or SETTINGS of its file, which is executed, and puts
     its functions in `grpo`, in place of an earlier file's."""
     vars(grpo).update(REPLACED)
-    for of_another in (REPLACED, FIXED, SOURCES):
-        of_another.clear()
+    REPLACED.clear()
+    FIXED.clear()
     algo = str(algo)
     if algo in rows:
         return rows[algo]
     path = file_of(algo)
     if path is None:
         names = [*rows, *sorted(path.stem for path in VARIANTS.glob("*.py"))]
-        near = difflib.get_close_matches(algo.lower(), names, 1, 0.9)
+        near = [name for name in names if sorted(name) == sorted(algo.lower())]
+        near += difflib.get_close_matches(algo.lower(), names, 1, 0.9)
         hint = f"there are {', '.join(names)}; docs/variants.md has others, which are settings"
         if near and algo.isidentifier():
             hint = f"did you mean {near[0]}?"
@@ -242,7 +242,6 @@ def algorithm(algo, rows, grpo):
     if not isinstance(getattr(found, "SETTINGS", None), dict):
         raise UserError(f"{path} is not an algorithm: it needs a dict named SETTINGS")
     for module in [x for n, x in sys.modules.items() if n.startswith("experiments.variants.")]:
-        SOURCES.append(Path(module.__file__))
         known = vars(grpo.Config) | module.SETTINGS | found.SETTINGS
         for name in getattr(module, "FIXED", []):
             if name not in known:

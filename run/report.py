@@ -3,7 +3,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import re
 import shlex
 import statistics as stat
@@ -19,7 +18,7 @@ from data import UserError, answer_of, printable, turns
 from data.tokenizer import pieces
 from run import dist, files, passes, signals
 from run.device import device_of, dtype_of
-from run.terminal import chunks, duration, print0, say
+from run.terminal import chunks, command, duration, has_colours, print0, say
 
 # ----------------------------------------------------------------- the terminal
 
@@ -50,7 +49,7 @@ def on_one_line(text):
 def coloured(piece, adv):
     """A token's text; in a terminal green for a positive advantage, red for a negative one."""
     piece = on_one_line(piece)
-    if not sys.stdout or not sys.stdout.isatty() or "NO_COLOR" in os.environ:
+    if not has_colours(sys.stdout):
         return piece
     return f"\x1b[{32 if adv > 0 else 31 if adv < 0 else 90}m{piece}\x1b[0m"
 
@@ -58,7 +57,7 @@ def print_group(batch, encoding):
     """Prints distinct completions of a group: at most four, of highest and lowest reward."""
     prompt = on_one_line(batch.problems[0].prompt)
     if len(prompt) > 60:
-        prompt = f"... {prompt[-40:]}"
+        prompt = f"{prompt[:56]} ... "
     reward = batch.reward.sum(1).tolist()
     alike = {}  # the rows of each completion and reward
     for row in range(len(reward)):
@@ -78,7 +77,7 @@ def print_group(batch, encoding):
 
 def header(cfg, encoding, policy, problems, held_out):
     given = [f"{f.name} {getattr(cfg, f.name)}" for f in dataclasses.fields(cfg)
-             if getattr(cfg, f.name) not in (f.default, {})]
+             if f.name != "out" and getattr(cfg, f.name) not in (f.default, {})]
     millions = sum(p.numel() for p in policy.parameters()) / 1e6
     print0(f"{millions:.2f}M parameters on {device_of(cfg)} in {dtype_of(cfg)}; "
            f"{len(problems)} problems, {len(held_out)} held out; "
@@ -86,7 +85,7 @@ def header(cfg, encoding, policy, problems, held_out):
     print0(f"settings: {', '.join(given)}")
     if cfg.lr == type(cfg).lr and millions < 100:
         print0(f"note: --lr {cfg.lr:g} is the paper's, for 7 billion parameters; try 1e-4")
-    if cfg.init:
+    if encoding.frame.before + encoding.frame.after:
         print0(f"prompts are sent as {encoding.frame.before + '{}' + encoding.frame.after!r}")
 
 DECIMALS = dict(reward=3, rule_reward=3, accuracy=3, length=1, kl=3, entropy=3, dead_groups=2)
@@ -139,20 +138,27 @@ def dialogue(encoding, question, batch, episodes=None):
     return question + "\n" * bool(encoding.frame.after) + completion + cut
 
 def farewell(cfg, question):
-    """Says where report and model are."""
+    """Says what the run has gained, and where report and model are."""
+    log = [*parsed(cfg.folder / "metrics.jsonl")] if dist.rank() == 0 else []
+    seconds = sum(m.get("seconds", 0) for m in log)
+    evaluated = [m for m in log if {"pass@1", "greedy"} <= m.keys()]
+    for first, last in zip(evaluated[:1], evaluated[1:][-1:]):
+        print0(f"pass@1 {first['pass@1']:.1%} -> {last['pass@1']:.1%}, greedy "
+               f"{first['greedy']:.1%} -> {last['greedy']:.1%} in {last['step']} steps, "
+               f"{duration(seconds)}")
     print0(f"curves, and completions token by token: {cfg.folder}/report.html")
     if len(question) > 60 or "\n" in question:
         question = "QUESTION"
-    print0(f"the model is in {cfg.folder}; ask it: python grpo.py --task {shlex.quote(cfg.task)} "
+    print0(f"the model is in {cfg.folder}; ask it: {command()} --task {shlex.quote(cfg.task)} "
            f"--init {shlex.quote(str(cfg.folder))} --ask {shlex.quote(question)}")
 
 def resume_command(cfg):
     """The command that continues a run, with its files of code."""
-    command = f"python grpo.py --resume --out {shlex.quote(str(cfg.folder))}"
+    words = f"{command()} --resume --out {shlex.quote(str(cfg.folder))}"
     for flag, file in ("task", cfg.task), ("algo", cfg.algo):
         if file.endswith(".py"):
-            command += f" --{flag} {shlex.quote(file)}"
-    return command
+            words += f" --{flag} {shlex.quote(file)}"
+    return words
 
 # ---------------------------------------------------------------- samples.jsonl
 

@@ -23,14 +23,13 @@ from run.terminal import print0
 def begin(cfg, task, saved):
     """Prepares a new run, or one resumed from a Checkpoint: what `train` needs."""
     cfg = replace(cfg, out=str(cfg.folder.resolve()))       # wherever a task's code may go
-    data = checkpoint.data_of(cfg)
     dist.start(cfg)
     task = task or load_task(cfg.task)
     has_model = bool(saved and saved.model)
     problems, held_out = to_train_on(cfg, task)
     which = fingerprint(cfg, problems, held_out)
     if saved or cfg.init:
-        checkpoint.compare(cfg.folder if saved else cfg.init, data | which if saved else which)
+        checkpoint.compare(cfg.folder if saved else cfg.init, which)
     held_out = held_out[:cfg.held_out or None]
     encoding = pretrained.encoding_of(cfg, cfg.folder if has_model else cfg.init)
     with chdir("."):        # and back, if a reward changed it
@@ -48,7 +47,7 @@ def begin(cfg, task, saved):
     cfg = replace(cfg, micro_tokens=pretrained.micro_tokens(policy, cfg, longest))
     dist.wait_for_all()  # all have read what is in the folder
     if dist.rank() == 0:
-        checkpoint.open_run(cfg, saved, data | which)
+        checkpoint.open_run(cfg, saved, which)
     if cfg.warm_steps and not has_model:
         print0(f"the warm start comes first, then {cfg.total_steps} steps of RL")
         warm_start(policy, task, problems, cfg, encoding)

@@ -1,7 +1,10 @@
 """What is printed, mostly by the first rank alone, and progress."""
 import os
+import re
+import shlex
 import sys
 import time
+from pathlib import Path
 
 from data import printable
 from run import dist
@@ -16,10 +19,21 @@ def say(text, stream, coloured=False):
     """Prints what is `printable`, unless the stream is closed (None) or not read (`| head`)."""
     if stream is None:
         return
+    text = text if coloured else printable(str(text))
+    if has_colours(stream):     # bold
+        text = re.sub(r"^warning:|accuracy \d\.\d+", "\x1b[1m\\g<0>\x1b[0m", text)
     try:
-        print(text if coloured else printable(str(text)), file=stream, flush=True)
+        print(text, file=stream, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+def has_colours(stream):
+    return stream is not None and stream.isatty() and "NO_COLOR" not in os.environ
+
+def command():
+    """How this process was started, for commands to paste: `python grpo.py`, or with its path."""
+    script = sys.argv[0] if Path(sys.argv[0]).name == "grpo.py" else "grpo.py"
+    return f"python {shlex.quote(script)}"
 
 def duration(seconds):
     """Seconds as m:ss, or h:mm:ss."""

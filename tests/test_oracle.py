@@ -330,7 +330,7 @@ def test_any_two_settings_go_together(number, monkeypatch, tmp_path):
     real_agent, real_step = grpo.new_agent, grpo.train_step
 
     def begin(cfg, task, saved):
-        checkpoint.open_run(cfg, saved, checkpoint.data_of(cfg))
+        checkpoint.open_run(cfg, saved, {})
         return cfg, TASK, ENCODING, new_policy(cfg), PROBLEMS, PROBLEMS[3:]
 
     def new_models(cfg, *given):

@@ -23,7 +23,7 @@ import data
 import grpo
 from data.tokenizer import byte_encoding, decode, pieces, step_tokens
 from grpo import Config
-from run import passes, report
+from run import passes, report, terminal
 from run.terminal import duration, progress
 
 HOSTILE = ("</script><script>hacked=1</script><img src=x onerror=\"hacked=1\">"
@@ -58,14 +58,32 @@ def made(tmp_path_factory):
 # -------- in the terminal
 
 @pytest.mark.parametrize("is_terminal, environment, said", [
-    (True, {}, "<32 a><31 b ⏎ ><90 c><90 d>"), (True, {"NO_COLOR": ""}, "ab ⏎ cd"),
-    (False, {}, "ab ⏎ cd")])
-def test_tokens_are_coloured_by_the_sign_of_their_advantage(
-        is_terminal, environment, said, monkeypatch):
+    (True, {}, "<32 a><31 b ⏎ ><90 c><90 d> <1 accuracy 0.500>\n<1 warning:> a warning: b\n"),
+    (True, {"NO_COLOR": ""}, "ab ⏎ cd accuracy 0.500\nwarning: a warning: b\n"),
+    (False, {}, "ab ⏎ cd accuracy 0.500\nwarning: a warning: b\n")])
+def test_a_terminal_shows_the_sign_of_advantages_accuracy_and_warnings(
+        is_terminal, environment, said, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
     monkeypatch.setattr(os, "environ", environment)
     found = "".join(map(report.coloured, ["a", "b\n", "c", "d"], [0.01, -1e-6, 0.0, -0.0]))
-    assert re.sub(r"\x1b\[(\d+)m(.*?)\x1b\[0m", r"<\1 \2>", found) == said
+    terminal.print0(f"{found} accuracy 0.500", coloured=True)
+    terminal.print0("warning: a warning: b")
+    shown = capsys.readouterr().out
+    assert re.sub(r"\x1b\[(\d+)m(.*?)\x1b\[0m", r"<\1 \2>", shown) == said
+
+
+def test_the_last_lines_say_what_a_run_has_gained_and_how_to_ask(made, monkeypatch):
+    """With the command that started it, from where it was started."""
+    first, *_, last = [m for m in records(made.folder / "metrics.jsonl") if "greedy" in m]
+    gained, _, asked = made.said.splitlines()[-3:]
+    numbers = [float(x) for x in re.findall(r"([\d.]+)%", gained)]
+    want = [100 * m[x] for x in ("pass@1", "greedy") for m in (first, last)]
+    assert numbers == pytest.approx(want, abs=0.051) and " in 5 steps, 0:0" in gained
+    assert "; ask it: python grpo.py --task " in asked
+    for script, want in (("../grpo.py", "../grpo.py"), ("/a b/grpo.py", "'/a b/grpo.py'"),
+                         ("ipykernel_launcher.py", "grpo.py")):
+        monkeypatch.setattr(sys, "argv", [script])
+        assert terminal.command() == f"python {want}"
 
 
 def test_a_model_cannot_change_the_terminal():
@@ -182,7 +200,7 @@ LONG = "a" * 20 + "b" * 41
     (slice(0, 8), "?", 1, ["1x ?f", "1x ?cc", "1x ?d", "1x ?a"]),
     (slice(0, 4), "?", 1, ["1x ?cc", "2x ?b", "1x ?a"]),
     (slice(0, 4), "\n", 0.25, ["1x  ⏎ cc", "1x  ⏎ b", "1x  ⏎ b", "1x  ⏎ a"]),    # a row was cut off
-    (slice(3, 4), LONG, 1, [f"1x ... {LONG[-40:]}cc"])])
+    (slice(3, 4), LONG, 1, [f"1x {LONG[:56]} ... cc"])])
 def test_a_group_is_shown_as_its_distinct_completions(
         rows, prompt, reward, said, capsys, monkeypatch):
     """At most four, the best and the worst, with how often each was sampled."""

@@ -654,7 +654,7 @@ def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
     other = load_encoding(out, "no_think").frame
     assert other.before == f"Today is 02 Jul 2026. {ASKED}<|im_start|>user "
     said = run(capsys, *RUN, 0, "--init", init, "--chat", "none", "--out", bare)
-    assert said == run(capsys, *RUN, 0, "--init", bare, "--out", after) == ["'{}'"]
+    assert said == run(capsys, *RUN, 0, "--init", bare, "--out", after) == []       # as it is
     assert load_encoding(bare, "think").frame.after.endswith("True")
     (out / "chat_frame.json").write_text('{"before": 1}')
     with pytest.raises(UserError, match="wrong type"):
@@ -666,7 +666,7 @@ def test_a_model_without_a_chat_template(tmp_path, capsys):
     for flag in (["--system", "Be brief."], ["--chat", "no_think"]):
         assert "a new model has none" in fault(capsys, *RUN, 2, *flag, "--out", tmp_path / "x")
     init, out = chat_folder(tmp_path / "n", None), tmp_path / "y"
-    assert run(capsys, *RUN, 0, "--init", init, "--out", out) == ["'{}'"]
+    assert run(capsys, *RUN, 0, "--init", init, "--out", out) == []
     assert not (tmp_path / "x").exists() and not (out / "chat_frame.json").exists()
     new = "--init=", "--steps", 0, "--warm_steps", 0, "--held_out", 1, "--samples", 1
     assert not run(capsys, *new, "--out", tmp_path / "z")

@@ -155,13 +155,15 @@ def need(holds, what, must, found):
     if not holds:
         raise UserError(f"{what} must {must}, not {found!r:.200}")
 
-def rewards_of(task, problems, completions, tokens):
+def rewards_of(task, problems, completions, tokens, finished):
     """The components of the reward of each completion, which must have the same ones. `task.reward`
-    judges one; `task.rewards` all, those of a problem together, with their numbers of tokens."""
+    judges one; `task.rewards` all, those of a problem together, with their numbers of tokens, and
+    whether they ended or were cut off."""
     completions = [*map(copy.copy, completions)]        # a task may change a list of turns
     with timed():
         if hasattr(task, "rewards"):
-            rows = call(task.rewards, "the function rewards", [*problems], completions, [*tokens])
+            rows = call(task.rewards, "the function rewards", [*problems], completions, [*tokens],
+                        [*finished])
         else:
             rows = []
             for problem, completion in zip(problems, completions):

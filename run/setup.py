@@ -133,7 +133,7 @@ def check_run(cfg, task, problems):
         turns.checked_reply(task.reply, problem, nothing)
     if cfg.warm_steps:
         something = turns.demonstration(task, problem, random.Random(0))
-    rewards_of(task, [problem] * 2, [nothing, something], [1, 1])
+    rewards_of(task, [problem] * 2, [nothing, something], [1, 1], [True, True])
     if cfg.supervision == "process":
         require(task, "steps", "--supervision process rewards steps")
         for said in something, nothing:

@@ -33,7 +33,7 @@ CALLS = []
 # A task's functions, and what they return.
 FUNCTIONS = {"problems()": "MADE[2:], MADE[:2]", "answer(said)": "''", "steps(problem, said)": "[]",
              "demonstration(problem, rng)": "'ab'", "reward(problem, said)": "{'correct': 0.0}",
-             "rewards(problems, said, tokens)": "", "reply(problem, said)": ""}
+             "rewards(problems, said, tokens, finished)": "", "reply(problem, said)": ""}
 
 
 def task(folder, **code):
@@ -88,7 +88,7 @@ def test_what_a_task_returns_wrongly_is_one_line(function, returned, says, tmp_p
 @pytest.mark.parametrize("x", [0, 1, True, 0.5, Fraction(1, 3), 1 + 2e-16, -1e-17])
 def test_correct_is_a_share(x):
     parts, task = {"correct": x, "more": -1e15}, SimpleNamespace(reward=lambda *given: parts)
-    assert data.rewards_of(task, [P], "a", [1]) == [parts]
+    assert data.rewards_of(task, [P], "a", [1], [True]) == [parts]
 
 
 def test_a_completion_that_is_cut_off_keeps_its_penalties():
@@ -115,20 +115,20 @@ def test_a_task_may_change_what_it_is_given():
                 x[:] = [None] * len(x)
         return {"correct": 0.0} if len(given) == 2 else ""
 
-    def empties(problems, completions, tokens):
+    def empties(problems, completions, tokens, finished):
         completions[0].clear()
-        clears(problems, completions, tokens)
+        clears(problems, completions, tokens, finished)
         return [{"correct": 1.0}]
-    problems, said, tokens = [P], ["?a", "1", "end"], [3]
+    problems, said, tokens, finished = [P], ["?a", "1", "end"], [3], [True]
     own = SimpleNamespace(reward=clears, answer=clears, steps=clears)
-    data.rewards_of(own, problems, [said], tokens)
-    data.rewards_of(SimpleNamespace(rewards=empties), problems, [said], tokens)
+    for judge in own, SimpleNamespace(rewards=empties):
+        data.rewards_of(judge, problems, [said], tokens, finished)
     data.answer_of(own, said)
     data.steps_of(own, P, said)
-    assert (problems, said, tokens) == ([P], ["?a", "1", "end"], [3])
+    assert (problems, said, tokens, finished) == ([P], ["?a", "1", "end"], [3], [True])
     one = {}
     judge = SimpleNamespace(reward=lambda p, text: one.update(correct=float(text == "a")) or one)
-    rows = data.rewards_of(judge, [P] * 3, "aba", [1] * 3)
+    rows = data.rewards_of(judge, [P] * 3, "aba", [1] * 3, [True] * 3)
     assert [row["correct"] for row in rows] == [1, 0, 1]
 
 
@@ -147,11 +147,11 @@ def test_a_process_that_is_no_fork_imports_a_task(tmp_path, monkeypatch):
 def test_the_time_of_rewards_and_steps_is_counted(monkeypatch):
     """By a clock that goes on by 1 whenever it is read."""
     def right(*given):
-        return [{"correct": 1.0}] if len(given) == 3 else {"correct": 1.0}
+        return [{"correct": 1.0}] if len(given) == 4 else {"correct": 1.0}
     monkeypatch.setattr(data.time, "perf_counter", itertools.count().__next__)
     before = data.SPENT[0]
-    data.rewards_of(SimpleNamespace(reward=right), [P], "a", [1])
-    data.rewards_of(SimpleNamespace(rewards=right), [P], "a", [1])
+    data.rewards_of(SimpleNamespace(reward=right), [P], "a", [1], [True])
+    data.rewards_of(SimpleNamespace(rewards=right), [P], "a", [1], [True])
     data.steps_of(SimpleNamespace(steps=right), P, "a")
     assert data.SPENT[0] - before == 3
 

@@ -157,15 +157,18 @@ def test_a_component_named_reward_is_the_reward():
 
 
 def test_rewards_of_all_completions_at_once():
-    def rewards(problems, texts, tokens):
+    def rewards(problems, texts, tokens, finished):
         assert (problems, tokens) == ([p, p, q, q], [2, 4, 3, 1])
+        assert finished == [True, True, False, True]
         return [{"correct": float(text == max(texts, key=len))} for text in texts]
     p, q = (SimpleNamespace(prompt=x) for x in "pq")
-    batch = scored(SimpleNamespace(rewards=rewards), batch_of(["a", "bcd", "ef", ""]), [p, q])
+    batch = batch_of(["a", "bcd", "ef", ""])
+    batch.finished[2] = False
+    scored(SimpleNamespace(rewards=rewards), batch, [p, q])
     assert batch.components["correct"].tolist() == [0, 1, 0, 0]
 
 
-@mark.parametrize("more", ["", "def reward(p, c): pass", "def rewards(p, c, n): pass"])
+@mark.parametrize("more", ["", "def reward(p, c): pass", "def rewards(p, c, n, f): pass"])
 def test_a_task_needs_one_of_both(more, tmp_path):
     path = tmp_path / "toy.py"
     path.write_text(f"DEFAULTS = {{}}\ndef problems(): pass\ndef answer(text): pass\n{more}")

@@ -27,7 +27,7 @@ def collect(agent, problems, rng):
 def hint(agent, problem):
     rng = dist.rng(agent.cfg, f"hint {problem.prompt}", agent.step)
     shown = [turns.demonstration(agent.task, problem, rng) for _ in range(TRIES)]
-    rewards = rewards_of(agent.task, [problem] * TRIES, shown, [1] * TRIES)
+    rewards = rewards_of(agent.task, [problem] * TRIES, shown, [1] * TRIES, [True] * TRIES)
     text = next((x for x, reward in zip(shown, rewards) if reward["correct"] == 1), "")
     ids = agent.encoding.encode_demonstration(text if isinstance(text, str) else text[0])
     share = SHARE * (1 - (agent.step - 1) / agent.cfg.total_steps)

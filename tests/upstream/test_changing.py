@@ -26,11 +26,11 @@ from run import checkpoint, signals
 
 PAGE = (ROOT / "docs" / "changing.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
-(SCHEDULE, MEDIAN, ENTROPY, WITHOUT_CACHE, WITH_CACHE, PARAMETER,
+(SCHEDULE, ENTROPY, WITHOUT_CACHE, WITH_CACHE, PARAMETER,
  BOARD) = re.findall(r"^```diff\n(.*?)^```", PAGE, re.M | re.S)
 TOP_K, LORA = ((ROOT / "docs" / f"{name}.diff").read_text() for name in ("top_k", "lora"))
-RECIPES = dict(top_k=[TOP_K], schedule=[SCHEDULE], median=[MEDIAN],
-               entropy=[ENTROPY], window=[WITHOUT_CACHE, WITH_CACHE],
+RECIPES = dict(top_k=[TOP_K], schedule=[SCHEDULE], entropy=[ENTROPY],
+               window=[WITHOUT_CACHE, WITH_CACHE],
                parameter=[PARAMETER], lora=[LORA], board=[BOARD])
 DIFFS = sum(RECIPES.values(), [])
 LEFT = shutil.ignore_patterns(".*", "__pycache__", "out", "extra", "upstream")
@@ -190,7 +190,7 @@ def test_another_clone_in_the_folder_is_left_alone(tmp_path):
 def test_a_reward_that_compares_completions():
     exec(block("def rewards"), names := {})
     problem = SimpleNamespace(prompt="?", answer="1")
-    found = names["rewards"]([problem] * 3, ["1", "1", "2"], [1] * 3)
+    found = names["rewards"]([problem] * 3, ["1", "1", "2"], [1] * 3, [True] * 3)
     assert found == [{"correct": 1, "rare": 0.05}] * 2 + [{"correct": 0, "rare": 0.1}]
 
 
@@ -288,14 +288,6 @@ def test_learning_rate_and_beta_follow_the_step(changed, warm, tmp_path, monkeyp
     steps = run(grpo, tmp_path / "out", init=warm, lr_warmup=2, lr=1e-3, beta=0.2, steps=5)[1:]
     assert rates == pytest.approx([5e-4, 8e-4, 6e-4, 4e-4, 2e-4])
     assert [m["beta"] for m in steps] == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.05])
-
-
-def test_the_median_is_a_baseline(changed, warm, tmp_path):
-    grpo = changed(MEDIAN)
-    cfg = grpo.make_config(baseline="median", adv_scale="none", group=4)
-    reward, ends = torch.tensor([[[1.0], [0], [3], [4]]]), torch.ones(1, 4, 1, dtype=torch.bool)
-    assert grpo.group_scores(reward, ends, cfg)[0].flatten().tolist() == [0, -1, 2, 3]
-    assert run(grpo, tmp_path / "out", init=warm, baseline="median", steps=1)[1]["grad_norm"] > 0
 
 
 def test_the_entropy_bonus_is_the_entropys(changed):

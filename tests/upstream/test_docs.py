@@ -21,9 +21,10 @@ README = (ROOT / "README.md").read_text()
 DOCS = {path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
 OWN_TASK = re.search(r"```python\n(.*?)```", README, re.S)[1]
 OWN_TOOL = re.search(r"```python\n(import random.*?)```", DOCS["turns.md"], re.S)[1]
+OWN_DATA = re.search(r"```python\n(.*?)```", DOCS["data.md"], re.S)[1]
 FLAGS = {f.name for f in dataclasses.fields(grpo.Config)} | {*config.MODES, "help"}
-OTHERS = {*("difficulty train test longest letters readme nproc_per_node seeds check trl tiny "
-            "turns who ignore gpu index patch extra upstream dist local oneline no").split()}
+OTHERS = {*("difficulty train test longest letters file exclude readme nproc_per_node seeds check "
+            "trl tiny turns who ignore gpu index patch extra upstream dist local oneline no").split()}
 
 
 def test_the_readme_is_short_and_has_its_two_commands():
@@ -96,6 +97,7 @@ def test_every_command_is_understood(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reverse.py").write_text(OWN_TASK)
     (tmp_path / "lookup.py").write_text(OWN_TOOL)
+    (tmp_path / "mine.py").write_text(OWN_DATA)
     pages, found = "\n".join(DOCS.values()).replace("\\\n", ""), []
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", pages, re.M | re.S):
         if not language:

@@ -11,6 +11,7 @@ AdamW, rate, clip, and KL. One evaluator, this code's, measures both; its time d
 unequal: TRL divides by a std with Bessel's correction plus 1e-4, and draws other random numbers.
 """
 import contextlib
+import importlib.util
 import io
 import json
 import statistics
@@ -131,6 +132,8 @@ def main():
     parser.add_argument("seeds", nargs="*", type=int)
     parser.add_argument("--steps", type=int, default=24)
     args = parser.parse_args()
+    if args.seeds and not importlib.util.find_spec("trl"):
+        parser.error("this needs pip install -r tests/requirements-peers.txt trl==1.16.0")
     for seed in args.seeds:
         made = {"about": results.about("trl", "transformers")}
         for who in WHO if seed % 2 else reversed(WHO):

@@ -89,20 +89,18 @@ def running(cfg):
 def keep_best(agent, step, results):
     """Under --eval_every, writes best/ if pass@1 is the highest on so many problems and samples."""
     cfg = agent.cfg
-    if not cfg.eval_every:
+    if not cfg.eval_every or dist.rank() > 0:
         return
     best = cfg.folder / "best"
     note = best / "best.json"
     of = {"held_out": cfg.held_out, "samples": cfg.samples}
     known = read_json(note.read_bytes(), note) if note.exists() else {}
-    dist.wait_for_all()  # every rank has read it
     if {**known, **of} == known and results["pass@1"] <= known.get("pass@1", -1):
         return
-    if dist.rank() == 0:
-        note.unlink(missing_ok=True)  # its last file: without it the rest counts for none
-        pretrained.save(agent.policy, best, agent.encoding.files)
-        files.write_whole(best / "run.json", (cfg.folder / "run.json").read_text())
-        files.write_whole(note, json.dumps({"step": step, **of, **results}))
+    note.unlink(missing_ok=True)  # its last file: without it the rest counts for none
+    pretrained.save(agent.policy, best, agent.encoding.files)
+    files.write_whole(best / "run.json", (cfg.folder / "run.json").read_text())
+    files.write_whole(note, json.dumps({"step": step, **of, **results}))
 
 # ---------------------------------------------------------------------- loading
 

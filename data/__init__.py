@@ -64,7 +64,7 @@ def call(function, what, *given, **named):
     except SystemExit as e:             # it would end the run without a word
         raise RuntimeError(f"{what} calls exit()") from e
     except Exception as e:
-        said = given[-1] if given else None         # a completion, or turns
+        said = given[:2][-1] if given else None     # a completion, turns, all completions
         e.add_note(f"{what} fails" + f", given {said!r:.200}" * isinstance(said, str | list))
         raise
 

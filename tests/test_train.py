@@ -109,7 +109,7 @@ def test_old_log_probabilities_are_those_of_a_pass_where_rounding_matters(
 def test_completions_go_on_from_a_given_beginning():
     """It is judged with what follows, up to --max_new together, and is not trained on."""
     seen, task = [], SimpleNamespace(
-        rewards=lambda problems, texts, n: seen.append(n) or [{"correct": 1.0}] * len(texts))
+        rewards=lambda problems, texts, n, _: seen.append(n) or [{"correct": 1.0}] * len(texts))
     agent = agent_of(with_(temperature=0.7), task, policy=tiny_model().double())
     u = dist.uniform(random.Random(0), 8, 8)
     agent.encoding.stop = frozenset(range(0, 257, 9))

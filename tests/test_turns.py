@@ -264,7 +264,7 @@ def test_an_episode_cut_off_within_a_turn_has_what_was_said_of_it(end, text):
     encoding = Encoding("bytes", r"[\s\S]", letters, {"<end>": 256}, [256, 33], {})
     b = played(saying(97, end, 0, 0, 98, 99), encoding, max_new=6, reply=lambda *given: "ok",
                rewards=lambda problems, *said: seen.append(said) or [{"correct": 1.0}])
-    assert seen == [([[text, "ok", "bc"]], [4])] and not b.finished[0]
+    assert seen == [([[text, "ok", "bc"]], [4], [False])] and not b.finished[0]
     assert b.ids[0].tolist() == [*b"?a", end, *b"okbc"]
 
 

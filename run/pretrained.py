@@ -155,9 +155,11 @@ def without_memory(folder):
 def config_of(folder):
     """The path of a model's config.json; UserError if there is none."""
     path = Path(folder) / "config.json"
+    if path.with_name("adapter_config.json").exists():
+        raise UserError(f"{folder} holds a LoRA adapter: merge it into its model, by peft's "
+                        f"merge_and_unload")
     if not path.exists():
-        raise UserError(f"no model in {folder}: train one, or hf download NAME --local-dir FOLDER; "
-                        f"a LoRA adapter must be merged into its model, by peft's merge_and_unload")
+        raise UserError(f"no model in {folder}: train one, or hf download NAME --local-dir FOLDER")
     return path
 
 def of_config(hf):

@@ -148,7 +148,8 @@ INDEX = "model.safetensors.index.json"
       for name in ("model.safetensors", "tokenizer.json", "config.json")),
     *((INDEX, json.dumps({"weight_map": {"a": part}}), "model") for part in (
         "../model.safetensors", 3)),
-    ("config.json", None, "merge_and_unload"), ("tokenizer.json", None, "hf download NAME"),
+    ("config.json", None, "no model in"), ("adapter_config.json", "{}", "merge_and_unload"),
+    ("tokenizer.json", None, "hf download NAME"),
     ("vocab.json", "{}", "AutoTokenizer")])
 def test_what_is_wrong_with_a_models_file_is_one_line(name, text, says, model_folder, capsys):
     if name == INDEX:

@@ -127,7 +127,7 @@ def require(task, function, why):
 STATISTICS = frozenset(
     "step seconds reward rule_reward accuracy length finished dead_groups loss kl entropy "
     "clip_share value_loss explained_variance grad_norm mismatch beta lr "
-    "rollout_tok_s update_tok_s reward_seconds rm_accuracy greedy turns pass maj".split())
+    "rollout_tok_s update_tok_s reward_seconds rm_accuracy held_out greedy turns pass maj".split())
 SPENT = [0.0]           # seconds in the functions reward, rewards and steps of tasks
 
 @contextlib.contextmanager

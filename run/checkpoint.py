@@ -67,7 +67,7 @@ def end_step(agent, step, stats):
     due = step % cfg.save_every == 0 or step % cfg.steps == 0
     if last or stopped or due and (step > 0 or cfg.warm_steps):     # it has learned something
         save(agent, step)
-        report.refresh(cfg.folder)
+        report.refresh(cfg.folder, last or stopped)
     if last:
         files.LOCK.close()              # a notebook's process goes on
     if stopped and not last:

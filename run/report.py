@@ -125,8 +125,8 @@ def in_a_row(held):
 
 def percentages(results):
     """Shares on one line; of those at k only the ones at 1 and at the largest k."""
-    at = {name: int(name.partition("@")[2] or 1) for name in results}
-    shown = [name for name in results if at[name] in (1, max(at.values()))]
+    at = {name: int(name.partition("@")[2] or 1) for name in results if name != "held_out"}
+    shown = [name for name in at if at[name] in (1, max(at.values()))]
     return "  ".join(f"{name} {results[name]:.1%}" for name in shown)
 
 def dialogue(encoding, question, batch, episodes=None):
@@ -212,6 +212,8 @@ def record(agent, batch, new_logp, entropy):
         "entropy": numbers(entropy, mask),
         "ends": [end[on].nonzero()[:, 0].tolist() for end, on in zip(ends, mask)],
         "step_rewards": numbers(batch.reward, ends)}
+    if hasattr(batch.problems[0], "answer"):
+        found["answer"] = str(batch.problems[0].answer)
     if hasattr(agent.task, "reply"):    # the number of tokens sampled before each reply
         found["replies"] = [passes.replies_after(row) for row in mask]
     return found
@@ -304,7 +306,7 @@ def solved(task, greedy, sampled, n):
     for of_rank in dist.gather(total):
         whole.update(of_rank)
     problems = whole.pop("problems")
-    return {name: x / problems for name, x in whole.items()}
+    return {name: x / problems for name, x in whole.items()} | {"held_out": problems}
 
 def shares(right, answers):
     """pass@k and maj@k of one problem, for k = 1, 2, 4, ... and n; maj@1 would equal pass@1."""
@@ -330,15 +332,18 @@ def majority_at(k, right, answers):
 # --------------------------------------------------------------------- the page
 
 PAGE = Path(__file__).parent / "page"
-MOST = 20_000_000       # about as many bytes of samples.jsonl on one page, over all its runs
+MOST = 3_000_000        # about as many bytes of samples.jsonl on one page, over all its runs
+DUE = [0.0]             # when the page of a run may be rewritten: that takes 1 % of its time
 
-def refresh(folder):
-    """Rewrites the report of a run, which goes on if that fails."""
-    if dist.rank() == 0:
+def refresh(folder, last=True):
+    """Rewrites the report of a run, if due or the last time; the run goes on if that fails."""
+    began = time.perf_counter()
+    if dist.rank() == 0 and (last or began >= DUE[0]):
         try:
             write([folder])
         except (UserError, OSError) as e:
             print0(f"note: no report: {e}")
+        DUE[0] = began + 100 * (time.perf_counter() - began)
 
 def write(folders, out=""):
     """Writes report.html on a run, or comparison.html, into `out` or the first folder; its path."""

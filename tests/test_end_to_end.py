@@ -114,7 +114,7 @@ def test_the_run_folder(unbroken):
     first, step, *_, last = records(unbroken / "metrics.jsonl")
     assert step.keys() >= TIMES | {*("step beta reward accuracy length kl entropy clip_share loss "
                                       "mismatch grad_norm dead_groups finished working").split()}
-    measured = {"greedy", *(f"pass@{k}" for k in (1, 2, 4, 8, 12)),
+    measured = {"held_out", "greedy", *(f"pass@{k}" for k in (1, 2, 4, 8, 12)),
                 *(f"maj@{k}" for k in (2, 4, 8, 12))}
     assert first.keys() == {"step"} | measured and measured < last.keys()
     record = records(unbroken / "samples.jsonl")[0]

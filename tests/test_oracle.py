@@ -366,7 +366,7 @@ def test_any_two_settings_go_together(number, monkeypatch, tmp_path):
                 (setup, "begin", begin), (grpo, "new_agent", new_models),
                 (reward, "refit", refit), (grpo, "train_step", train_step),
                 (report, "evaluate", lambda *given: RESULTS),
-                (report, "log_step", lambda *given: None), (report, "refresh", lambda folder: None),
+                (report, "log_step", lambda *given: None), (report, "refresh", lambda *given: None),
                 (report, "farewell", lambda *given: None)):
             patch.setattr(module, name, instead)
         try:

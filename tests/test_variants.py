@@ -886,7 +886,7 @@ def start(tmp_path_factory):
 def bare(monkeypatch):
     """Runs are short, and rewards differ within groups."""
     monkeypatch.setattr(report, "evaluate", lambda *given: {"greedy": 0.0})
-    monkeypatch.setattr(report, "refresh", lambda folder: None)
+    monkeypatch.setattr(report, "refresh", lambda *given: None)
     monkeypatch.setattr(arithmetic, "reward", lambda problem, text: {
         "correct": float(sum(map(ord, text)) % 2)})
 

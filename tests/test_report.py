@@ -176,7 +176,7 @@ def test_progress_is_told_at_most_every_ten_seconds(monkeypatch, capsys):
 def test_of_many_shares_the_first_and_the_last_are_shown():
     found = {f"{kind}@{k}": k / 100 for k in (1, 2, 16, 8) for kind in ("pass", "maj")}
     del found["maj@1"]
-    said = report.percentages({"greedy": 0.5} | found | {"lenient@1": 0.6})
+    said = report.percentages({"greedy": 0.5} | found | {"lenient@1": 0.6, "held_out": 70})
     assert said == "greedy 50.0%  pass@1 1.0%  pass@16 16.0%  maj@16 16.0%  lenient@1 60.0%"
 
 
@@ -261,8 +261,10 @@ def test_every_number_is_what_one_row_gives_in_float64(made):
     assert several > 5 and moved > 0.01
     assert any("" in row[:-1] for line in made.lines for row in line["tokens"])  # half a character
     batch.ends = ~batch.mask            # as in a beginning that was given
+    batch.problems = [SimpleNamespace(prompt="?", answer=42)]
     none = 0 * batch.logp
-    assert not any(report.record(agent_of(Config()), batch, none, none)["step_rewards"])
+    found = report.record(agent_of(Config()), batch, none, none)
+    assert not any(found["step_rewards"]) and found["answer"] == "42" and "answer" not in line
 
 
 def test_the_widest_group_is_chosen_and_another_at_random(made):
@@ -327,9 +329,9 @@ def test_what_others_wrote_is_escaped():
 
 def test_a_page_is_one_file_that_loads_nothing(made):
     text = (made.folder / "report.html").read_text()
-    policy = re.search(r'Content-Security-Policy" content="(.*?)"', text)[1]
-    assert policy == ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-                      "base-uri 'none'; form-action 'none'")
+    policy = re.search(r'(?s)Content-Security-Policy" content="(.*?)"', text)[1]
+    assert policy.split() == ("default-src 'none'; base-uri 'none'; form-action 'none'; "
+                              "script-src 'unsafe-inline'; style-src 'unsafe-inline'").split()
     assert not re.search(r"\b(src|href)=|@import|url\(", text.split('<script id="data"')[0])
     assert not re.search(r"\w+HTML|document\.write|eval", (report.PAGE / "page.js").read_text())
     plot = (report.PAGE / "uPlot.iife.min.js").read_bytes()
@@ -371,6 +373,16 @@ def test_runs_are_put_beside_one_another(made, tmp_path, capsys, monkeypatch):
     assert len(shown_data(copies[0] / "report.html")) == 1
 
 
+def test_a_page_takes_a_hundredth_of_the_time_of_a_run(monkeypatch):
+    times, written = iter((10, 12, 209, 210, 212, 220, 222)), []
+    monkeypatch.setattr(report.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(report, "write", written.append)
+    monkeypatch.setattr(report, "DUE", [0.0])
+    for name in "abcd":
+        report.refresh(name, name == "d")
+    assert written == [["a"], ["c"], ["d"]]
+
+
 def test_a_page_that_cannot_be_written_is_one_line(made, tmp_path, capsys):
     """A run goes on without it."""
     (tmp_path / "file").touch()
@@ -403,5 +415,5 @@ def test_every_statistic_has_a_meaning():
     script = (report.PAGE / "page.js").read_text()
     meaning = re.search(r"const MEANING = \{(.*?)^\};", script, re.M | re.S)[1]
     names = set(re.findall(r"^  (\w+): \"", meaning, re.M))
-    shown = data.STATISTICS - {"step", "greedy", "pass", "maj"}
+    shown = data.STATISTICS - {"step", "held_out", "greedy", "pass", "maj"}
     assert names == shown, "MEANING in page.js, STATISTICS in data"

@@ -16,10 +16,11 @@ FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run -
 --disable-background-networking --disable-component-update --window-size=1280,900""".split()
 SPY = """
 window.charts = [];
+window.plots = [];
 let plot;
 Object.defineProperty(window, "uPlot", {get: () => plot, set: real => {
   plot = class extends real {
-    constructor(...given) { super(...given); window.charts.push(given[1]); }}}});"""
+    constructor(...given) { super(...given); charts.push(given[1]); plots.push(this); }}}});"""
 SETTLED = "setTimeout(arguments[0], 100)"       # what the browser does after an event is done
 
 
@@ -43,7 +44,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def opened(browser):
-    """Opens a page: nothing may be said on its console, and nothing asked of a network."""
+    """Opens a page, which may say nothing on its console nor ask a network."""
     def open_page(path):
         browser.get(path.as_uri())
         return browser
@@ -77,11 +78,12 @@ def choose(browser, name, value):
 # -------- what is logged
 
 def invented(rng, step, which, rows=5, text=None):
-    """A record of samples.jsonl. Of groups at random, that of each third step is dead; the next
-    has equal sums of rewards, but a completion of two steps."""
+    """A record of samples.jsonl: two completions are equal. Groups at random have equal sums of
+    rewards; in one of two steps a completion has two."""
     own = [text or "".join(rng.choices("xyZ\n", k=rng.randint(1, 6))) for _ in range(rows)]
-    tokens = [[*x, ""] for x in own]
     rewards = [rng.choice((-1.25, -0.5, 0.0, 2.0)) for _ in own]
+    own[-1], rewards[-1] = own[1], rewards[1]
+    tokens = [[*x, ""] for x in own]
     ends = [[len(x)] for x in own]
     if which == "random" and step % 3 < 2:
         rewards = [-0.5] * rows
@@ -112,16 +114,17 @@ def folders(tmp_path_factory):
     """Two runs of other lengths, one of them measured at other steps."""
     rng, made = random.Random(0), []
     for name, last in (("a", 4), ("b", 8)):
-        log = [{"step": 0, "greedy": 0, "pass@1": 0.5, "pass@4": 0.1}]
+        log = [{"step": 0, "greedy": 0, "pass@1": 0.5, "pass@4": 0.1, "held_out": 20}]
         for step in range(1, last + 1):
             log.append({"step": step, "reward": round(rng.gauss(-1, 1), 5), "length": step / 3,
                         "accuracy": rng.choice((0.0, 0.5)), "kl": -1e-4 * step, "beta": 0,
-                        "entropy": 1.0, "dead_groups": 0.1, "price": -1.0, "odd": 2})
+                        "entropy": 1.0, "finished": 0, "price": -1.0, "seconds": 30.0})
             if step == last - 1:
-                log[-1] |= {"greedy": 0.625, "pass@1": 0.5, "pass@2": 0.6, "pass@4": 0.75}
-        samples = [invented(rng, step, which) for step in range(1, 5)
-                   for which in ("spread", "random")]
-        made.append(folder_of(tmp_path_factory.mktemp("page") / name, samples, log, group=last))
+                log[-1] |= {"greedy": 0.625, "pass@1": 0.6 + last / 100, "pass@4": 0.75}
+        samples = [invented(rng, step, which) | {"answer": f"{step} {which}"}
+                   for step in range(1, 5) for which in ("spread", "random")]
+        made.append(folder_of(tmp_path_factory.mktemp("page") / name, samples, log, group=last,
+                              prompts=3, held_out=20))
     return made
 
 
@@ -134,8 +137,7 @@ def shown(x):
     """A number as the page writes it: four digits, integers in full."""
     if float(x).is_integer():
         return str(int(x))
-    short = float(f"{x:.4g}")
-    text = f"{short:.4g}" if abs(short) >= 1e-3 else f"{short:.3e}"
+    text = f"{x:.4g}" if abs(x) >= 1e-3 else f"{x:.3e}"
     return re.sub(r"\.?0*e([+-])0*", r"e\1", text)
 
 
@@ -159,32 +161,53 @@ def values_of(g, name):
 
 # -------- the page
 
-def test_curves_are_those_of_the_logs(opened, folders, page):
-    """Each point; of pass@k the first and last, or of several runs the first; what is not of first
-    interest is folded away."""
-    alone = opened(report.write(folders[:1])).execute_script("return charts")
-    assert alone[1][3:] == [[0.5, None, None, 0.5, None], [0.1, None, None, 0.75, None]]
+def test_the_curves_of_a_run_are_those_of_its_log(opened, folders):
+    """A constant 0 on a whole axis; evaluations dotted, pass@1 with its interval."""
+    page, log = opened(report.write(folders[:1])), records(folders[0] / "metrics.jsonl")
+    ends = " → ".join(shown(log[n]["reward"]) for n in (1, -1))
+    assert texts(page, "#figures strong") == ["0.0% → 62.5%", "50.0% → 64.0%", ends]
+    # (0.64 + z² / 40 ± z √(0.64 * 0.36 / 20 + (z / 40)²)) / (1 + z² / 20)
+    assert texts(page, "#figures span")[3] == "95% interval 42.3% to 81.1%"
+    assert texts(page, "#first .value")[1:5] == [
+        f"{log[-1]['accuracy']:.1%}", "62.5%", "64.0%", "75.0%"]
+    assert page.execute_script("""
+        const {ctx, valToPos, series} = plots[1], y = valToPos(0.45, "y", true);
+        const {data} = ctx.getImageData(valToPos(3, "x", true), y, 1, 30);
+        return [plots[5].scales.y.max, series.map(x => x.dash?.length), data[3], data.at(-1) < 99]
+        """) == [1, [None, 0, 2, 2, 2], 255, True]
+    for name, of in (("completions", 12), ("minutes", 0.5)):
+        choose(page, "axis", name)
+        x, _, greedy, *_ = page.execute_script("return charts.at(-5)")
+        assert x == [of * n for n in range(5)] and greedy == [0, None, None, 0.625, None]
+
+
+def test_curves_of_several_runs_and_their_table(opened, folders, page):
+    """Each point; some are folded away. The table is sorted by pass@1 or as one likes."""
     page, logs = opened(page), [records(where / "metrics.jsonl") for where in folders]
     find(page, "#more summary")[0].click()
     page.execute_async_script(SETTLED)
-    first = {name: [name] for name in ("reward", "accuracy", "length", "kl", "entropy")}
-    first["accuracy"] += ["greedy", "pass@1"]
-    others = ["price", "odd", "dead_groups", "beta"]
-    assert texts(page, "#first h3") == [*first] and texts(page, "#more h3") == others
-    charts = page.execute_script("return charts")
-    for keys, drawn in zip([*first.values(), *([x] for x in others)], charts, strict=True):
-        steps = sorted({m["step"] for log in logs for m in log for key in keys if key in m})
-        at = [[{m["step"]: m.get(key) for m in log} for log in logs] for key in keys]
-        assert drawn == [steps, *([x.get(step) for step in steps] for of in at for x in of)]
-    ends = [shown(log[-1]["reward"]) for log in logs]
-    assert texts(page, "#first .lines")[0] == "at the end:a {}b {}".format(*ends)
-    about = dict(zip(others, texts(page, "#more .about")))
-    assert about["price"].startswith("a component of the rule's reward")
-    assert about["odd"].startswith("not described: MEANING in run/page/page.js")
-    for log, row in zip(logs, find(page, "#overview tr")[1:], strict=True):
-        cells = [x.text for x in row.find_elements("css selector", "td")]
-        assert cells[2] == str(len(log) - 1) and cells[-1] == f"group {len(log) - 1}"
-        assert cells[3] == f"{shown(log[1]['reward'])} → {shown(log[-1]['reward'])}"
+    first = ["reward", "accuracy", "pass@1", "length", "kl", "entropy", "finished"]
+    others = ["price", "beta", "seconds"]
+    assert texts(page, "#first h3") == first and texts(page, "#more h3") == others
+    charts = page.execute_script("return charts")[-len(first + others):]
+    for key, drawn in zip(first + others, charts, strict=True):
+        at = [{m["step"]: m.get(key) for m in log} for log in logs]
+        assert drawn == [[*range(9)], *([x.get(step) for step in range(9)] for x in at)]
+    ends = [[shown(log[n]["reward"]) for n in (1, -1)] for log in logs]
+    assert texts(page, "#first .lines")[0] == f"at the end:a {ends[0][1]}b {ends[1][1]}"
+    assert texts(page, "#overview th") == [
+        "run", "group", "pass@1", "greedy", "reward", "accuracy", "length", "steps"]
+    rows = [[run, n, f"50.0% → {best}", "0.0% → 62.5%", " → ".join(of)] for run, n, best, of in
+            zip("ab", "48", ("64.0%", "68.0%"), ends)]
+    for order, column in (-1, None), (1, 2), (-1, 0), (1, 0), (-1, 1):
+        page.execute_script("document.querySelectorAll('button')[arguments[0]]?.click()", column)
+        found = texts(page, "#overview td")
+        assert [found[:5], found[8:13]] == rows[::order]
+    assert texts(page, ".best") == ["50.0% → 68.0%"]
+    label, note = texts(page, "#figures span")
+    assert label == "best pass@1: b" and note.endswith("; within it: a")
+    colours = [x.value_of_css_property("stroke") for x in find(page, "#overview path, .chart path")]
+    assert colours[:2] == colours[2:4][::-1] and len({*colours}) == 2
     assert texts(page, "#settings tr.differs") == ["group48"]
 
 
@@ -200,7 +223,7 @@ def test_completions_are_those_of_the_logs(opened, folders, page):
             choose(page, "step", g["step"] - 1)
             choose(page, "which", g["which"])
             choose(page, "colour", name)
-            assert texts(page, "pre.prompt") == [g["prompt"]]
+            assert texts(page, "#group > pre") == [g["prompt"], f"right answer: {g['answer']}"]
             assert texts(page, "#at") == [f"{g['step']} ({g['step']} of 4)"]
             about, = texts(page, "#group p")
             assert f"mean reward {shown(sum(g['rewards']) / 5)}" in about
@@ -211,18 +234,21 @@ def test_completions_are_those_of_the_logs(opened, folders, page):
             assert texts(page, "#legend")[0].startswith(f"{least}≥ {shown(most)}{name}: ")
             values = values_of(g, name)
             order = sorted(range(5), key=lambda i: -g["rewards"][i])    # ties as in the log
+            keys = [*zip(g["completions"], g["rewards"], g["finished"])]
+            order = [i for i in order if keys.index(keys[i]) == i]
             for i, card in zip(order, find(page, ".card"), strict=True):
-                heads = [x.text for x in card.find_elements("css selector", "header span")]
+                heads = [x.text for x in card.find_elements("css selector", "header > *")]
                 parts = [f"{x} {shown(g['parts'][x][i])}" for x in ("correct", "price")]
-                assert heads == [f"reward {shown(g['rewards'][i])}", *parts, "finished" if i else
-                                 "cut", f"{len(values[i])} tokens"]
+                times = [f"{n}x"] if (n := keys.count(keys[i])) > 1 else []
+                assert heads == [*times, f"reward {shown(g['rewards'][i])}", *parts,
+                                 "finished" if i else "cut", f"{len(values[i])} tokens"]
                 colours = [x.get_attribute("style")
                            for x in card.find_elements("css selector", ".tok")]
                 for x, style in zip(values[i], colours, strict=True):
                     hue, share = re.search(r"var\((--\w+)\) / calc\(var\(--deep\) \* ([\d.]+)",
                                            style).groups()
                     assert hue == ("--much" if least == "0" else "--plus" if x > 0 else "--minus")
-                    assert float(share) == pytest.approx(min(1, abs(x) / most), abs=6e-4)
+                    assert float(share) == pytest.approx(min(1, abs(x) / most) ** 0.5, abs=6e-4)
             page.execute_script("document.querySelector('.tok').click()")       # a tap
             i = order[0]
             old, new = (shown(math.exp(g[key][i][0])) for key in ("logp", "new_logp"))
@@ -235,10 +261,12 @@ def test_replies_stand_between_the_tokens_and_are_none(opened, tmp_path):
     """Each before the token that was sampled next; a search is in what the policy said."""
     one = invented(random.Random(0), 1, "spread", 2, "ab")
     one |= {"completions": [["given", "?", "a", "<b>no</b>", "b"], ["ab"]], "replies": [[1], []],
-            "rewards": [1.0, 0.0], "ends": [[0, 2], [2]], "step_rewards": [[0.5, 0.25], [0.75]]}
+            "rewards": [1.0, 0.0], "ends": [[0, 2], [2]], "step_rewards": [[0.5, 0.25], [0.75]],
+            "advantages": [[0, 0, 0], [0, 0, 0]]}
     page = opened(report.write([folder_of(tmp_path / "turns", [one])]))
     assert texts(page, ".card .text") == ["a0.5<b>no</b>b·0.25", "ab⟨end⟩0.75"]
     assert texts(page, ".reply") == ["<b>no</b>"] and len(find(page, ".tok")) == 6
+    assert texts(page, "#legend") == ["advantage: 0 in every logged token."]
     choose(page, "search", "no")
     assert find(page, ".card") == []
 
@@ -246,16 +274,17 @@ def test_replies_stand_between_the_tokens_and_are_none(opened, tmp_path):
 def test_what_is_hostile_shows_as_text(opened, tmp_path):
     """Wherever it comes from: a folder's name, a completion, a prompt, a metric, a setting."""
     one = invented(random.Random(0), 1, "spread", 2, HOSTILE)
-    one |= dict(prompt=HOSTILE, parts={HOSTILE: [1.0, 2.0]})
+    one |= dict(prompt=HOSTILE * 5, parts={HOSTILE: [1.0, 2.0]}, answer=HOSTILE)
     where = tmp_path / '<img src=x onerror="hacked=1">'
     folder_of(where, [one], [{"step": 0}, {"step": 5, HOSTILE: 1.0}], task=HOSTILE)
     page = opened(report.write([where]))
     page.execute_script("for (const x of document.querySelectorAll('details')) x.open = true")
     page.execute_async_script(SETTLED)
-    assert texts(page, "pre.prompt") == [HOSTILE]
+    assert texts(page, "#group pre")[1:3] == [HOSTILE * 5, f"right answer: {HOSTILE}"]
+    assert HOSTILE in texts(page, ".prompt summary")[0] and not find(page, "summary pre")[0].text
     assert texts(page, "h1") == [f"The run {where.name}"]
     assert {*texts(page, ".card .text")} == {HOSTILE + "·", HOSTILE + "⟨end⟩"}
     assert HOSTILE in texts(page, ".chart h3")
-    assert json.dumps(HOSTILE, ensure_ascii=False) in texts(page, "#settings")[0]
+    assert HOSTILE in texts(page, "#settings")[0]
     assert page.execute_script("return typeof hacked") == "undefined"
     assert not find(page, "img") and len(find(page, "script")) == 3

@@ -150,7 +150,7 @@ const MEANING = {
   update_tok_s: "tokens trained on per second",
   "pass@1": "share of right samples on held-out problems, with its 95% interval",
 };
-const OWN = "of the task's rule, or of code that does not describe it in MEANING, run/page/page.js";
+const OWN = "a component of the task's rule, or a statistic that MEANING in run/page/page.js lacks";
 const FIRST = ["reward", "accuracy", ...(several ? ["pass@1"] : []), "length",
   "kl", "entropy", "finished", "dead_groups"];
 const known = [...new Set(runs.flatMap(run => run.metrics.flatMap(Object.keys)))];

@@ -162,11 +162,11 @@ def values_of(g, name):
 # -------- the page
 
 def test_the_curves_of_a_run_are_those_of_its_log(opened, folders):
-    """A constant 0 on a whole axis; evaluations dotted, pass@1 with its interval."""
+    """Zeros on a whole axis; evaluations dotted, pass@1 with its interval."""
     page, log = opened(report.write(folders[:1])), records(folders[0] / "metrics.jsonl")
     ends = " → ".join(shown(log[n]["reward"]) for n in (1, -1))
     assert texts(page, "#figures strong") == ["0.0% → 62.5%", "50.0% → 64.0%", ends]
-    # (0.64 + z² / 40 ± z √(0.64 * 0.36 / 20 + (z / 40)²)) / (1 + z² / 20)
+    # Wilson's for 0.64 of 20.
     assert texts(page, "#figures span")[3] == "95% interval 42.3% to 81.1%"
     assert texts(page, "#first .value")[1:5] == [
         f"{log[-1]['accuracy']:.1%}", "62.5%", "64.0%", "75.0%"]
@@ -182,13 +182,14 @@ def test_the_curves_of_a_run_are_those_of_its_log(opened, folders):
 
 
 def test_curves_of_several_runs_and_their_table(opened, folders, page):
-    """Each point; some are folded away. The table is sorted by pass@1 or as one likes."""
+    """Each point; some folded away. The table is sorted by pass@1 or as one likes."""
     page, logs = opened(page), [records(where / "metrics.jsonl") for where in folders]
     find(page, "#more summary")[0].click()
     page.execute_async_script(SETTLED)
     first = ["reward", "accuracy", "pass@1", "length", "kl", "entropy", "finished"]
     others = ["price", "beta", "seconds"]
     assert texts(page, "#first h3") == first and texts(page, "#more h3") == others
+    assert "rule" in texts(page, "#more p")[0]
     charts = page.execute_script("return charts")[-len(first + others):]
     for key, drawn in zip(first + others, charts, strict=True):
         at = [{m["step"]: m.get(key) for m in log} for log in logs]

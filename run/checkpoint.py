@@ -143,8 +143,9 @@ def settings(mode, given, kind):
     folder = given.get("init", folder)
     record = files.about(folder)
     names = {f.name for f in dataclasses.fields(kind)} - {"out"}
-    known = {name: x for name, x in record.get("config", {}).items()
-             if name in names and not (name == "algo" and str(x).endswith(".py"))}
+    known = {name: x for name, x in record.get("config", {}).items() if name in names}
+    if str(known.get("algo")).endswith(".py") and "algo" not in given:
+        print0(f"note: without the run's --algo {known.pop('algo')}, which may sample otherwise")
     refuse_foreign_code(known, given, folder)
     args = known.pop("task_args", {})
     own = config.own_settings(task, kind)

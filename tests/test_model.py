@@ -61,7 +61,8 @@ def slow_forward(model, ids):
 
 
 SHAPES = FAMILIES | {
-    "one key head": dict(n_kv_head=1, norm_eps=0.5, qk_norm=True), "keys": dict(n_kv_head=4, rope_theta=50.0),
+    "one key head": dict(n_kv_head=1, norm_eps=0.5, qk_norm=True),
+    "keys": dict(n_kv_head=4, rope_theta=50.0),
     "scaled": dict(rope_inv_freq=(1.0, 0.2, 0.03, 0.001), tied=False)}
 
 

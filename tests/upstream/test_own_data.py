@@ -74,7 +74,9 @@ def test_a_judge_over_http():
 
 @pytest.mark.parametrize("program, correct", [
     ("def add(a, b): return a + b", 1), ("def add(a, b): return a", 0), ("", 0), ("def add(", 0),
-    ("while True: pass", 0), ("add = lambda a, b: 3\nx = [0] * 10 ** 9", 0)])
+    ("while True: pass", 0), ("add = lambda a, b: 3\nx = [0] * 10 ** 9", 0), ("exit()", 0),
+    ("raise SystemExit", 0), ("if 0:\\", 0), ("\0", 0), ("1" * 200_000, 0),
+    ("while True: print(1)", 0), ("import sys\ndef add(a, b):\n    return sum((a, b))", 1)])
 def test_a_reward_that_runs_code(program, correct):
     names = names_of("ulimit")
     names["LIMITED"] = names["LIMITED"].replace("-t 5", "-t 1")

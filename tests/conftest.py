@@ -1,14 +1,10 @@
 import contextlib
 import functools
-import gc
-import importlib
 import json
 import multiprocessing
-import multiprocessing.connection
 import os
 import signal
 import sys
-from multiprocessing import reduction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,6 +50,7 @@ def pytest_configure(config):
         config.args[:] = [str(ROOT / "tests")]          # not those of another clone within this one
     if config.option.noise is not None:
         noise.install(config.option.noise)
+        Forked.noise = config.option.noise
     ignored = "ignore:.*torch.jit.script_method:DeprecationWarning"     # of torch._dynamo
     config.addinivalue_line("filterwarnings", ignored)
 
@@ -85,103 +82,53 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("quick")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session):
-    """What all tests have in common is loaded once, in the process that theirs are forked from."""
-    forks = any("forked" in getattr(item, "fixturenames", ()) for item in session.items)
-    if forks and not session.config.option.collectonly:
-        importlib.import_module("torch._dynamo")    # else each process would, for an optimizer
-        gc.collect()
-        gc.freeze()                                 # what all have in common stays
-        start_server()
-
-
 # -------- processes of the tests
 
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["torch._dynamo", "grpo"])
+
+
 class Forked:
-    """A process that runs `work(*given)`, with stdout and stderr in files of the folder `where`. It
-    is forked from one that has imported torch and has run no test, and ends with the tests."""
-    server = None       # the connection to that process
+    """A process that runs `work(*given)`, with stdout and stderr in files of the folder `where`,
+    forked from one that has run no test."""
+    noise = None        # the seed of --noise
 
     def __init__(self, where, work, *given):
         where.mkdir(parents=True, exist_ok=True)
-        self.connection, theirs = multiprocessing.Pipe()
-        reduction.send_handle(Forked.server, theirs.fileno(), None)
-        theirs.close()
-        self.connection.send((where, work, given))
-        self.where, self.pid, self.exitcode = where, self.connection.recv(), None
+        self.where = where
+        self.process = FORKSERVER.Process(target=begin, args=(Forked.noise, where, work, given),
+                                          daemon=True)
+        self.process.start()
 
     def join(self, seconds=300):
         """Waits for its end; its exit code, negative after a signal, or None if it still runs."""
-        if self.exitcode is None and self.connection.poll(seconds):
-            self.exitcode = self.connection.recv()
-        return self.exitcode
+        self.process.join(seconds)
+        return self.process.exitcode
 
     def kill(self, number=signal.SIGKILL):
         """Sends it a signal."""
-        os.kill(self.pid, number)
+        os.kill(self.process.pid, number)
 
     def end(self, seconds=300):
         """Waits for its end, which must come; its exit code, stdout and stderr."""
-        if self.join(seconds) is None:
+        code = self.join(seconds)
+        if code is None:
             self.kill()
         said = [(self.where / name).read_text() for name in ("stdout", "stderr")]
-        assert self.exitcode is not None, said
-        return self.exitcode, *said
+        assert code is not None, said
+        return code, *said
 
 
-def start_server():
-    """Forks the process that all `Forked` come from; it ends with its connection."""
-    Forked.server, theirs = multiprocessing.Pipe()
-    sys.stdout.flush()
-    if os.fork() == 0:
-        try:
-            Forked.server.close()
-            serve(theirs)
-        finally:
-            os._exit(0)
-    theirs.close()
-
-
-def serve(requests):
-    """Forks a process for each connection it is sent, which starts a `Forked` and reports."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)       # so that none of these stays a zombie
-    while True:
-        handle = reduction.recv_handle(requests)
-        if os.fork() == 0:
-            requests.close()
-            start_and_report(multiprocessing.connection.Connection(handle))
-        os.close(handle)
-
-
-def start_and_report(connection):
-    """Starts the process that is asked for over a connection; says its id, and how it ended."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    process = multiprocessing.get_context("fork").Process(target=begin, args=connection.recv())
-    process.start()
-    connection.send(process.pid)
-    if connection in multiprocessing.connection.wait([process.sentinel, connection]):
-        process.kill()                      # the test process has ended
-    process.join()
-    connection.send(process.exitcode)
-    os._exit(0)
-
-
-def begin(where, work, given):
+def begin(seed, where, work, given):
     """In the new process."""
+    multiprocessing.current_process()._config["daemon"] = False     # it may have children
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(where / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         setattr(sys, name, open(number, "w", closefd=False))
-    torch.set_num_threads(THREADS)      # makes their pool anew; else two may do so at once
+    if seed is not None:
+        noise.install(seed)
     work(*given)
-
-
-@pytest.fixture
-def forked():
-    """Starts a process; a test must have this fixture so that there is one to fork it from."""
-    return Forked
 
 
 # -------- what tests share

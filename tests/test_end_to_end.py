@@ -79,7 +79,7 @@ def signalled(where, args, stage, number):
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment(unbroken, forked, tmp_path):
+def test_killed_at_any_moment(unbroken, tmp_path):
     out = tmp_path / "run"
     for stage in ("warm start", "step 2/6", "step 4/6"):
         args = [*SMALL, "--steps", 6] if stage == "warm start" else ["--resume"]
@@ -94,7 +94,7 @@ def test_killed_at_any_moment(unbroken, forked, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_finishes_the_step_and_says_how_to_resume(unbroken, forked, tmp_path, sig):
+def test_a_signal_finishes_the_step_and_says_how_to_resume(unbroken, tmp_path, sig):
     out = tmp_path / "run"
     shutil.copytree(unbroken / "warm_start", out / "warm_start")
     (out / files.MARK).touch()
@@ -151,8 +151,8 @@ def script(*args):
     runpy.run_path(str(ROOT / "grpo.py"), run_name="__main__")
 
 
-def test_no_traceback_from_the_command_line(forked, tmp_path):
-    code, out, err = forked(tmp_path, script, "--group", "0").end()
+def test_no_traceback_from_the_command_line(tmp_path):
+    code, out, err = Forked(tmp_path, script, "--group", "0").end()
     assert (code, out) == (2, "") and err.count("\n") == 1
 
 

@@ -138,19 +138,6 @@ def problems_of(task, cfg):
     given = {name: known[name] for name in names if name in known}
     return call(task.problems, "the function problems", **given)
 
-def build(config, task, chosen):
-    """The dataclass from the settings `chosen`; UserError for unknown names."""
-    own, names = own_settings(task, config), [f.name for f in fields(config)]
-    chosen = {n: os.path.expanduser(x) if isinstance(x, str) else x for n, x in chosen.items()}
-    for name in chosen:
-        if name not in names and name not in own:
-            raise no_setting(name, [*names, *own])
-    args = {name: chosen.get(name, default) for name, default in own.items()}
-    for name, default in own.items():
-        check_value(name, type(default), args[name])
-    rest = {name: x for name, x in chosen.items() if name not in own}
-    return config(**rest | {"task_args": args})
-
 def check(cfg, least, most):
     """UserError for a field of a wrong type or choice, below least[name], or above most[name]."""
     for f in fields(cfg):
@@ -172,7 +159,7 @@ def check_value(name, kind, value, low=-math.inf, high=math.inf):
         raise UserError(f"--{name} must be {wanted}, got {value!r:.100}")
 
 def make(kind, rows, grpo, given):
-    """grpo.make_config."""
+    """The dataclass `kind` as in grpo.make_config."""
     task_args = given.pop("task_args", {})
     given = task_args | given           # a task's own settings count as flags, too
     task = load_task(given.get("task", kind.task))
@@ -182,7 +169,14 @@ def make(kind, rows, grpo, given):
     chosen |= task.DEFAULTS
     chosen |= implied(chosen | settings | given)
     chosen |= settings | given
-    return build(kind, task, chosen)
+    chosen = {n: os.path.expanduser(x) if isinstance(x, str) else x for n, x in chosen.items()}
+    own, names = own_settings(task, kind), [f.name for f in fields(kind)]
+    for name in chosen.keys() - {*names, *own}:
+        raise no_setting(name, [*names, *own])
+    args = {name: chosen.pop(name, default) for name, default in own.items()}
+    for name, x in args.items():
+        check_value(name, type(own[name]), x)
+    return kind(**chosen | {"task_args": args})
 
 def implied(chosen):
     """What some settings imply for others, unless an algorithm or a flag sets these, too."""

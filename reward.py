@@ -39,8 +39,7 @@ def by_rule(agent, batch, episodes=None):
         raise UserError("rows of a task with several turns need its Episodes")
     said = texts(agent.encoding, batch, episodes)
     lengths = batch.judged.sum(1).tolist()
-    finished = batch.finished.tolist()
-    rewards = rewards_of(agent.task, batch.problems, said, lengths, finished)
+    rewards = rewards_of(agent.task, batch.problems, said, lengths, batch.finished.tolist())
     components = {}
     for name in rewards[0]:
         x = torch.tensor([float(row[name]) for row in rewards], device=batch.ids.device)

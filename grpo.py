@@ -66,8 +66,8 @@ class Config:
     steps: int = 100            # steps per iteration; a step is a rollout and its update
     prompts: int = 16           # prompts per step (P)
     group: int = 64             # completions per prompt (G)
-    max_new: int = 1024         # maximum tokens per completion (N); replies count, too
-    max_turns: int = 8          # maximum turns of the policy, with replies
+    max_new: int = 1024         # maximum tokens per completion (N), replies included
+    max_turns: int = 8          # maximum turns of the policy, if the task replies
     lr: float = 1e-6            # learning rate
     seed: int = 1               # random seed
     # prompts and sampling
@@ -80,17 +80,17 @@ class Config:
     samples: int = 8            # completions per held-out problem
     save_every: int = 10        # steps between checkpoints, and logged samples
     # reward
-    reward: Literal["rule", "model", "rollouts"] = "rule"   # or a model fitted to rule, rollouts
+    reward: Literal["rule", "model", "rollouts"] = "rule"   # or a model of rule, or rollout labels
     supervision: Literal["outcome", "process"] = "outcome"  # rewards completions or reasoning steps
     # advantage
-    baseline: Baseline = "group"    # value subtracted from the rewards
+    baseline: Baseline = "group"    # subtracted from rewards; group+value: both, by GAE
     adv_scale: Literal["none", "group", "batch"] = "group"  # divide by the group's std, or whiten
     lam: float = 0.95           # lambda of GAE
     critic: Literal["shared", "separate"] = "shared"    # head on the policy, or a model of its own
     # loss
     ratio: Literal["token", "sequence"] = "token"       # importance ratio per token, or completion
     clip_low: float = 0.2       # lower clip range: PPO's, as the paper gives none
-    clip_high: float = 0.2      # upper; in the first update of own rows every ratio is 1
+    clip_high: float = 0.2      # upper; the first update has only ratios of 1
     kl: Literal["loss", "reward", "watch", "none"] = "loss"     # where it goes; watch: only logged
     estimator: Literal["k1", "k2", "k3", "ratio*k3"] = "k3"     # KL estimator
     beta: float = 0.04          # KL coefficient; 0: no KL term
@@ -112,7 +112,7 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matmuls; auto: bfloat16 on cuda
     compile: bool = False       # torch.compile; half a minute at first
     cache: Literal["auto", "plain", "shared", "static"] = "auto"    # KV cache
-    shared_prefixes: bool = True    # train on what rows share once
+    shared_prefixes: bool = True    # in training, what rows share once
 
     def __post_init__(self):
         least = dict(seed=0, steps=0, warm_steps=0, temperature=1e-3)
@@ -150,8 +150,8 @@ class Batch:
     finished: Tensor            # (B,) bool: ended with a stop token; False if cut off
     logp: Tokens                # (B, T) log pi(ids[:, t] | ids[:, :t]), as sampled
     start: Tensor               # (B,) int64: column of the completion's first token
-    judged: Tokens = None       # (B, T) bool: mask, plus given tokens to be judged
-    on_policy: Tensor = None    # (B,) bool: sampled by the present policy, as by default
+    judged: Tokens = None       # (B, T) bool: mask, plus given tokens that count as said
+    on_policy: Tensor = None    # (B,) bool: sampled by the current policy; default: all
     problems: list = None       # (B,) problem of each row
     texts: list = None          # (B,) completion as text, or list of turns if the task replies
     components: dict = None     # (B,) each: components of the rule's reward, by name
@@ -171,7 +171,7 @@ class Batch:
 
     @property
     def groups(self):
-        """The number of each row's group, (B,), on the host: the rows of a problem are one."""
+        """The number of each row's group, (B,), on the host: rows of one problem are a group."""
         return passes.groups_of(self.problems)
 
 @dataclass
@@ -216,11 +216,11 @@ def new_optimizer(agent):
 # --------------------------------------------------------------------------------- sampling
 @torch.no_grad()
 def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
-    """Samples `group` completions of each prompt (a list of ids), each until one of the ids `stop`
-    or as many tokens as `room` says. u (B, N): random numbers in [0, 1) to draw with; None: takes
-    the most likely tokens. With `reply` a stop token ends a turn: reply(row, ids so far, tokens
-    left) returns the ids of a reply, fewer than are left, and whether the episode is over; without
-    ids the row ends. Returns a Batch with its first fields."""
+    """Samples `group` completions of each prompt (a list of ids). A row ends at one of the ids in
+    `stop`, or after room[prompt] tokens. u (B, N): uniform random numbers, one a token; None:
+    greedy. With `reply` a stop token ends a turn: reply(row, ids so far, tokens left) returns the
+    ids to insert, fewer than are left, and whether the episode is over; without ids the row ends.
+    Returns a Batch with its first fields."""
     device = policy.device
     lengths = [len(prompt) for prompt in prompts]
     longest = max(length + new for length, new in zip(lengths, room))
@@ -239,7 +239,7 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
         u = u.to(device, torch.float32)
     cache = caches.new(policy, longest, temperature)
     rows, p = cache.prefill(ids[::group, :max(lengths)], start[::group], group)
-    for n in range(N):                  # p (r, V) is of token n of `rows` (r,)
+    for n in range(N):              # p (r, V): of token n, for r active rows
         column = start[rows] + n
         sampled = ~(forced[rows, column] | done[rows])
         token, token_logp = caches.draw(p, None if u is None else u[rows, n])
@@ -249,16 +249,17 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
         logp[rows, column] = torch.where(sampled, token_logp, 0)
         ended = (token[:, None] == stop).any(1) & sampled
         finished[rows] |= ended
-        for row in rows[ended].tolist() if reply else []:
-            end = int(start[row]) + n + 1  # the column after the turn
-            left = int(limit[row]) - n - 1
-            answer, finished[row] = reply(row, ids[row, :end].tolist(), left)
-            said = slice(end, end + len(answer))
-            ids[row, said] = torch.tensor(answer, dtype=torch.int64)
-            forced[row, said] = True
-            done[row] = not answer
+        if reply is not None:       # of the environment: read, not sampled
+            for row in rows[ended].tolist():
+                end = int(start[row]) + n + 1  # the column after the turn
+                left = int(limit[row]) - n - 1
+                inserted, finished[row] = reply(row, ids[row, :end].tolist(), left)
+                columns = slice(end, end + len(inserted))
+                ids[row, columns] = torch.tensor(inserted, dtype=torch.int64)
+                forced[row, columns] = True
+                done[row] = not inserted
         done |= finished | (n + 1 >= limit)
-        if n + 1 < N:  # reads the token; rows that are done leave
+        if n + 1 < N:  # reads the token; finished rows may leave
             rows, p = cache.append(token, column, done)
         if len(rows) == 0:
             break
@@ -267,8 +268,8 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
 
 def generate(agent, problems, group, rng=None, u=None, begun=None):
     """`group` completions of each of this rank's problems, judged by the rule; drawn by rng, or by
-    u (B, N), as in `sample`, or the most likely ones. begun: for each problem the ids with which
-    its completions begin, fewer than --max_new, not trained on, and a mask of those to judge."""
+    u (B, N), as in `sample`, or greedy. begun: for each problem the ids with which its completions
+    begin, fewer than --max_new, which are not trained on, and which of them are judged as said."""
     cfg = agent.cfg
     if rng is not None:
         u = dist.uniform_here(rng, len(problems), group, cfg.max_new)
@@ -287,10 +288,10 @@ def generate(agent, problems, group, rng=None, u=None, begun=None):
 # ----------------------------------------------------------- advantages: rewards to credit
 def group_scores(r, ends, cfg):
     """(r - mean) / std, over the rewards r of the group's completions (DeepSeekMath 4.1.2) or, with
-    process supervision, of all their reasoning steps (4.1.3); other settings have another baseline
-    than the mean, or do not divide. r (P, G, T) at `ends` (P, G, T), False in the last rows of a
-    group with fewer than G. Returns scores (P, G, T), and which groups are dead, (P,): of rewards
-    equal up to a millionth. The std divides by n, for a mean square of 1; the paper is silent."""
+    process supervision, of all their reasoning steps (4.1.3); settings may replace the mean, or
+    drop the division. r and `ends` are (P, G, T); the rows that a smaller group lacks have no ends.
+    Returns scores (P, G, T), and which groups are dead, (P,): their rewards are equal up to a
+    millionth. The std divides by n, not n - 1; the paper does not say which."""
     r = torch.where(ends, model.double(r), 0)
     n = ends.sum((1, 2), keepdim=True)  # (P, 1, 1)
     total = r.sum((1, 2), keepdim=True)
@@ -312,7 +313,7 @@ def group_scores(r, ends, cfg):
 def scores_of_rows(r, ends, groups, cfg):
     """`group_scores` of rows (B, T), given the numbers (B,) of their groups."""
     rows, place = passes.grid(groups, ends.device)  # (P, G), (B,)
-    exists = rows[..., None] >= 0   # -1 reads some row, masked here
+    exists = rows[..., None] >= 0   # -1, a missing row, reads the last one
     score, dead = group_scores(r[rows], ends[rows] & exists, cfg)
     return score.flatten(0, 1)[place], dead
 
@@ -338,16 +339,16 @@ def whiten(x, mask):
     return torch.where(differ, (x - mean) / std, 0).float()
 
 def advantages(r, ends, groups, mask, penalty, value, cfg):
-    """Advantages (B, T), returns (B, T) or None, and which groups are dead, (P,). All (B, T) but
-    groups (B,): rewards r at `ends`; penalty, beta times a token's KL, 0 outside mask; value, or
-    None."""
+    """Advantages (B, T), returns (B, T) or None, and which groups are dead, (P,). Given are rewards
+    r (B, T) at `ends`; groups (B,); penalty (B, T), beta times a token's KL, 0 outside mask; and
+    the critic's value (B, T), or None."""
     returns = None
-    if value is None:  # a row's whole penalty counts at its end, before the scores
+    if value is None:  # subtracts a row's penalty at its end, before centering
         last = passes.last_tokens(mask)
         r = r - torch.where(last, penalty.sum(1, keepdim=True), 0)
     score, dead = scores_of_rows(r, ends, groups, cfg)
     if value is None:
-        adv = score.flip(1).cumsum(1).flip(1)   # sums of the scores from a token on
+        adv = score.flip(1).cumsum(1).flip(1)   # sum of the scores at or after a token
         adv = torch.where(mask, adv, 0)
     else:                   # each token is an action, with a penalty of its own
         adv = gae(score - penalty, value, mask, GAMMA, cfg.lam)
@@ -373,16 +374,16 @@ def rollout(agent, problems, rng):
         batch.components["rule_reward"] = batch.reward.sum(1)
         batch.reward = reward.learned(agent.reward_model, batch, cfg)
     batch.reward = reward.cap_truncated(batch)
-    # 3. Advantages. A training pass of the sampler's weights gives values, and log pi_old where
-    # the rounding of sampling would count.
+    # 3. Advantages. A training pass of the sampler's weights gives values, and a log pi_old that
+    # rounds as the update's log pi does: it counts in a KL, and in ratios in bfloat16.
     kl_in_reward = cfg.kl == "reward" and agent.ref is not None
-    # In the only update of a step ratios are 1, but for rows of another policy.
+    # If a step has one update, pi is pi_old, and ratios are 1, except in off-policy rows.
     updates = cfg.epochs * cfg.minibatches
-    has_ratios = updates > 1 or dist.largest(int(not batch.on_policy.all()))
+    has_ratios = updates > 1 or dist.largest(int(not batch.on_policy.all())) > 0
     logp = batch.logp
-    if agent.critic is not None or kl_in_reward or has_ratios and agent.policy.amp is not None:
+    if agent.critic is not None or kl_in_reward or (has_ratios and agent.policy.amp is not None):
         logp, batch.value = logps(agent.sampler, batch, cfg, agent.critic)
-    if has_ratios:  # of rows of others to those who sampled them
+    if has_ratios:  # off-policy rows keep their sampler's logp
         batch.old_logp = torch.where(batch.on_policy[:, None], logp, batch.logp)
     if agent.ref is not None:
         batch.ref_logp, _ = logps(agent.ref, batch, cfg)
@@ -433,7 +434,7 @@ def kl_estimate(logp, ref_logp, estimator, ratio=1.0):
     return k3 if estimator == "k3" else ratio * k3
 
 def importance_ratio(log_ratio, mask, cfg):
-    """The ratio of the new to the old probability, (B, T), or its geometric mean over a row."""
+    """pi / pi_old of each token, (B, T), or the geometric mean of its row's ratios."""
     if cfg.ratio == "sequence":  # GSPO
         length = mask.sum(1, keepdim=True).clamp(min=1)
         log_ratio = (log_ratio.sum(1, keepdim=True) / length).expand_as(log_ratio)
@@ -441,15 +442,15 @@ def importance_ratio(log_ratio, mask, cfg):
 
 def surrogate(ratio, logp, adv, mask, cfg):
     """PPO's clipped surrogate (eq. 1, 3), to be maximized, and where clipping makes its gradient 0,
-    as a mask. All are (B, T)."""
+    as a mask. All are (B, T); logp and mask are for variants, such as `cispo`."""
     unclipped = ratio * adv
     clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * adv
     return torch.minimum(unclipped, clipped), clipped < unclipped
 
 def policy_loss(logp, batch, weight, n_tokens, cfg, beta):
-    """The clipped surrogate plus the KL (eq. 4), and statistics: that loss, and means over the
-    n_tokens of the minibatch. With k3 in the loss the gradient for logp at ratio 1 is eq. 21:
-    -weight * (adv + beta * (pi_ref / pi - 1))."""
+    """Minus the clipped surrogate, plus beta times a KL in the loss (eq. 3, 4), and statistics: the
+    loss, and means over the n_tokens of the minibatch. With k3 in the loss the gradient for logp at
+    ratio 1 is eq. 21: -weight * (adv + beta * (pi_ref / pi - 1))."""
     old_logp = batch.old_logp
     if old_logp is None:
         old_logp = logp.detach()  # ratio 1
@@ -488,8 +489,8 @@ def total_loss(agent, batch, weight, n_tokens):
 
 # ------------------------------------------------------------------------------- the update
 def minibatches(cfg, rng, groups):
-    """Splits a step's rows at random into minibatches, in each epoch. Yields the indices (on the
-    host) of the rows of each among this rank's (B,), and its number of rows on all ranks."""
+    """Splits a step's rows at random into minibatches, in each epoch. For each it yields the
+    indices (on the host) of its rows among this rank's, and its number of rows on all ranks."""
     here, total = dist.numbered(groups)  # this rank's rows among all
     for _ in range(cfg.epochs):
         order = torch.tensor(rng.sample(range(total), total))
@@ -498,8 +499,8 @@ def minibatches(cfg, rng, groups):
             yield rows, max(1, len(chosen))
 
 def minibatch(agent, batch, rows):
-    """A hook: the rollout as an optimizer step on these rows (host indices) sees it, for what
-    depends on a whole minibatch, of all ranks, as in `clip_cov`."""
+    """A hook for variants: the batch as an optimizer step on `rows` (host indices) is to see it,
+    for what depends on a whole minibatch, over all ranks, as in `clip_cov`."""
     return batch
 
 @torch.enable_grad()  # a task's code may have switched it off
@@ -535,8 +536,8 @@ def update(agent, batch, rng):
     return dist.sums(stats) | {"grad_norm": norm / updates, "mismatch": mismatch}
 
 def has_gradient(agent, batch):
-    """Which rows may have a gradient, (B,), on the host; update skips the others. Without terms of
-    a reference, a critic or a file's own loss these are the rows with an advantage."""
+    """Which rows may have a gradient, (B,), on the host; update skips the others. If the loss is
+    the surrogate alone, those with an advantage; all with a reference, a critic, or a file's."""
     own_loss = {"surrogate", "policy_loss", "total_loss"} & config.REPLACED.keys()
     if agent.ref is not None or agent.critic is not None or own_loss:
         return torch.ones(len(batch.ids), dtype=torch.bool)
@@ -564,11 +565,10 @@ def train_step(agent, problems, step):
 def train(cfg, task=None, saved=None):
     """A whole run, or the rest of one from the Checkpoint `saved`: the warm start (in setup.begin)
     and Algorithm 1: in each iteration a new reference, a refitted reward model, --steps steps."""
-    # As in make_config: in a notebook another Config may have been made since.
-    config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])
+    config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])    # undoes a later make_config
     cfg, task, encoding, policy, problems, held_out = setup.begin(cfg, task, saved)
     agent = new_agent(cfg, task, encoding, policy, saved)
-    done = saved.step if saved else -1  # or stopped before it had a model
+    done = saved.step if saved else -1  # -1, too, if stopped in its warm start
     if done < 0:
         finish_step(agent, held_out, 0, {})
     log = []  # of this process
@@ -601,7 +601,7 @@ def main(argv=None):
     """The command line; an error that the user can fix is one line, and exit code 2."""
     with report.exit_code():
         mode, given = config.read(Config, __doc__, argv)
-        given, saved = checkpoint.settings(mode, given, Config)  # with those of its folder
+        given, saved = checkpoint.settings(mode, given, Config)  # and those of a run's folder
         cfg = make_config(**given)
         if mode.report:
             terminal.print0(f"the report is in {report.write(mode.report, cfg.out)}")
@@ -613,7 +613,7 @@ def main(argv=None):
             agent = Agent(cfg, *setup.trained_model(cfg))
             terminal.print0(setup.ask(agent, mode.ask, sample))
         else:
-            with checkpoint.running(cfg):  # a signal ends it after a step
+            with checkpoint.running(cfg):  # Ctrl-C ends it after a step, saved
                 train(cfg, saved=saved)
 
 if __name__ == "__main__":

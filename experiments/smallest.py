@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from data import arithmetic  # noqa: E402
 from model import GPT, GPTConfig, token_logps  # noqa: E402
 
-STEPS = 10          # 24 in data/arithmetic.py, whose sizes and rate these are, too
+STEPS = 10          # data/arithmetic.py has 24, and the same sizes and rate
 CLIP = 0.2          # how far a ratio may leave 1
 BETA = 0.04         # KL coefficient
 END = 256           # the token that ends a completion; the others are bytes
@@ -47,7 +47,7 @@ def sample(policy, problems, N, rng):
     """A completion of at most N tokens for each of B problems: ids (B, T), a mask (B, T) of the
     sampled tokens, the end token included, and the tokens' log-probabilities (B, T)."""
     u = np.random.default_rng(rng.getrandbits(64)).random((len(problems), N))
-    u = torch.tensor(u).float().clamp(2 ** -25, 1 - 2 ** -24)   # (B, N): no token of p = 0
+    u = torch.tensor(u).float().clamp(2 ** -25, 1 - 2 ** -24)   # (B, N): never a token of p = 0
     prompts = torch.tensor([list(p.prompt.encode()) for p in problems])
     start = prompts.size(1)                     # the same in all rows
     ids = torch.nn.functional.pad(prompts, (0, N))                      # (B, T)
@@ -57,7 +57,7 @@ def sample(policy, problems, N, rng):
     for t in range(start, start + N):
         # Without a cache each token costs a pass over whole rows; equal rows share it.
         distinct, index = ids[rows, :t].unique(dim=0, return_inverse=True)
-        p = policy.probs(policy(distinct)[:, -1])[index]        # (n, V), of hidden states
+        p = policy.probs(policy(distinct)[:, -1])[index]        # (n, V), next-token probabilities
         cdf = p.double().cumsum(1)
         share = u[rows, t - start, None] * cdf[:, -1:]                  # (n, 1)
         token = torch.searchsorted(cdf, share, right=True)      # the first with a larger cdf
@@ -103,7 +103,7 @@ def train(policy, problems, steps=STEPS, P=32, G=16, N=64, lr=1e-4):
         std = r.std(1, correction=0, keepdim=True)                      # (P, 1)
         adv = torch.where(std > 1e-9, (r - r.mean(1, keepdim=True)) / std, 0)
         adv = adv.float().view(P * G, 1)
-        # 3. The update: two optimizer steps, each from half of the rows, 32 at a time.
+        # 3. The update: two minibatches, an optimizer step each; 32 rows a pass.
         order = random.Random(f"1/update/{step}").sample(range(P * G), P * G)
         for half in torch.tensor(order).tensor_split(2):
             for rows in half.split(32):

@@ -33,8 +33,8 @@ def test_a_file_of_problems(tmp_path):
     assert len(metrics(tmp_path / "out")) == 2
     names = names_of("none")
     train, held_out = names["problems"](tmp_path / "rows.jsonl")
-    assert (len(train), len(held_out), held_out[1].prompt, train[0].answer) == (10, 100, "1?", "1")
-    for text, correct in (("so 1", 1), ("1 is it", 0), ("", 0)):
+    assert (len(train), len(held_out), held_out[1].prompt, train[0].answer) == (99, 11, "1?", "2")
+    for text, correct in (("so 2", 1), ("2 is it", 0), ("", 0)):
         assert names["reward"](train[0], text) == {"correct": correct}
 
 
@@ -74,7 +74,8 @@ def test_a_judge_over_http():
 
 @pytest.mark.parametrize("program, correct", [
     ("def add(a, b): return a + b", 1), ("def add(a, b): return a", 0), ("", 0), ("def add(", 0),
-    ("while True: pass", 0), ("add = lambda a, b: 3\nx = [0] * 10 ** 9", 0), ("exit()", 0),
+    ("while True: pass", 0), ("add = lambda a, b: 3\nx = [0] * 10 ** 9", 0),
+    ("exit()", 0), ("exit(77)", 0),
     ("raise SystemExit", 0), ("if 0:\\", 0), ("\0", 0), ("1" * 200_000, 0),
     ("while True: print(1)", 0), ("import sys\ndef add(a, b):\n    return sum((a, b))", 1)])
 def test_a_reward_that_runs_code(program, correct):

@@ -142,7 +142,8 @@ def farewell(cfg, question):
     log = [*parsed(cfg.folder / "metrics.jsonl")] if dist.rank() == 0 else []
     seconds = sum(m.get("seconds", 0) for m in log)
     evaluated = [m for m in log if {"pass@1", "greedy"} <= m.keys()]
-    for first, last in zip(evaluated[:1], evaluated[1:][-1:]):
+    if len(evaluated) > 1:
+        first, last = evaluated[0], evaluated[-1]
         print0(f"pass@1 {first['pass@1']:.1%} -> {last['pass@1']:.1%}, greedy "
                f"{first['greedy']:.1%} -> {last['greedy']:.1%} in {last['step']} steps, "
                f"{duration(seconds)}")

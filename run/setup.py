@@ -10,7 +10,6 @@ from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
-
 import model
 from data import (UserError, answer_of, call, check_steps, load_task, need, of, require,
                   rewards_of, shown, steps_of, turns)

@@ -106,9 +106,8 @@ def up(n, to):
 
 # ---------------------------------------------------------------- static shapes
 
-# A GPU would idle while the host launches a token's kernels, 600 for 24 layers: for each number of
-# rows and slots they are recorded once, as a CUDA graph, with bare addresses: cache
-# and weights stay in place.
+# A GPU would idle while the host launches a token's kernels, 600 for 24 layers. For each number of
+# rows and slots they are recorded once, as a CUDA graph: cache and weights must stay in place.
 MEMORY = WeakKeyDictionary()        # the Memory of each model
 
 class Memory:

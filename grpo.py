@@ -259,7 +259,7 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
                 forced[row, columns] = True
                 done[row] = not inserted
         done |= finished | (n + 1 >= limit)
-        if n + 1 < N:  # reads the token; finished rows may leave
+        if n + 1 < N:  # reads it; finished rows may leave
             rows, p = cache.append(token, column, done)
         if len(rows) == 0:
             break
@@ -343,7 +343,7 @@ def advantages(r, ends, groups, mask, penalty, value, cfg):
     r (B, T) at `ends`; groups (B,); penalty (B, T), beta times a token's KL, 0 outside mask; and
     the critic's value (B, T), or None."""
     returns = None
-    if value is None:  # subtracts a row's penalty at its end, before centering
+    if value is None:  # a row's penalty counts at its end, before centering
         last = passes.last_tokens(mask)
         r = r - torch.where(last, penalty.sum(1, keepdim=True), 0)
     score, dead = scores_of_rows(r, ends, groups, cfg)
@@ -608,12 +608,12 @@ def main(argv=None):
         elif mode.eval_only:
             agent = Agent(cfg, *setup.trained_model(cfg))
             results = report.evaluate(agent, setup.held_out(agent), generate)
-            terminal.print0(report.percentages(results))
+            terminal.print0(report.percentages(results) + f"  of {results['held_out']} problems")
         elif mode.ask is not None:
             agent = Agent(cfg, *setup.trained_model(cfg))
             terminal.print0(setup.ask(agent, mode.ask, sample))
         else:
-            with checkpoint.running(cfg):  # Ctrl-C ends it after a step, saved
+            with checkpoint.running(cfg, saved):  # Ctrl-C ends it after a step, saved
                 train(cfg, saved=saved)
 
 if __name__ == "__main__":

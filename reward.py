@@ -62,8 +62,8 @@ def of_outcomes(batch):
 
 def of_steps(task, encoding, batch):
     """The reward (B, T) of each step at its last token, 1 if it is true, and a mask (B, T) of these
-    tokens. The last step ends at the completion's last token, and earns 1 only if the answer is
-    correct too. If several steps end at one token, all must be true."""
+    tokens. The last step ends at the completion's last token, and earns 1 only if `correct` is
+    above 0, too. If several steps end at one token, all must be true."""
     ids, judged = batch.ids.cpu(), batch.judged.cpu()
     reward = torch.zeros(judged.shape)
     ends = torch.zeros_like(judged)
@@ -287,7 +287,7 @@ def fit_and_measure(agent, batches, n_held_out, rng):
     terminal.print0(f"reward model  fitted to {len(to_fit['ids'])} completions  held out: accuracy "
                 f"{accuracy:.1%}{f' (best of {K})' * (K > 1)}, chance {chance:.1%}")
     if not accuracy > chance:
-        terminal.print0("warning: the reward model is no better than chance")
+        terminal.print0("warning: the reward model is no better than chance: it needs more labels")
     return {"rm_accuracy": accuracy}
 
 def labelled(batch):

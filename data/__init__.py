@@ -65,7 +65,7 @@ def call(function, what, *given, **named):
         raise RuntimeError(f"{what} calls exit()") from e
     except Exception as e:
         said = given[:2][-1] if given else None     # a completion, turns, all completions
-        e.add_note(f"{what} fails" + f", given {said!r:.200}" * isinstance(said, str | list))
+        e.add_note(f"{what} raised this" + f", given {said!r:.200}" * isinstance(said, str | list))
         raise
 
 def is_executed(e):

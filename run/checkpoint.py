@@ -74,15 +74,17 @@ def end_step(agent, step, stats):
         raise signals.Stopped(f"after step {step}")
 
 @contextlib.contextmanager
-def running(cfg):
-    """A context for a run that a signal stops after a step; exceptions say how to go on."""
+def running(cfg, saved=None):
+    """A context for a run, or for the rest of one from a Checkpoint, that a signal stops after a
+    step; exceptions say how to go on."""
     command = report.resume_command(cfg)
     path = cfg.folder.absolute() / "checkpoint.safetensors"     # a reward may change the directory
+    earlier = not saved and path.exists() and path.stat().st_mtime_ns       # another run's
     try:
         with signals.stoppable(command), files.LOCK:
             yield
     except Exception as e:
-        if path.exists():
+        if path.exists() and path.stat().st_mtime_ns != earlier:
             e.add_note(f"the last checkpoint is kept; continue with: {command}")
         raise
 
@@ -182,6 +184,8 @@ def resume(folder, kind, flags):
     changed = dataclasses.replace(cfg, **flags | {"out": str(folder), "task_args": args})
     if changed.total_steps < checkpoint.step:
         raise UserError(f"the run in {folder} is already at step {checkpoint.step}")
+    if changed.total_steps == checkpoint.step:
+        print0("note: the run is complete: it goes on with more --steps")
     return changed, checkpoint
 
 def compare(folder, problems):

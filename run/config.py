@@ -105,14 +105,19 @@ def add_flag(group, name, kind, default, text):
         options |= dict(type=convert, metavar=kind.__name__.upper())
     group.add_argument(f"--{name}", **options)
 
+def near(name, names, cutoff):
+    """Which of the names are probably meant: those of the same letters, or the closest one."""
+    return [x for x in names if sorted(x) == sorted(name)] or difflib.get_close_matches(
+        name, names, 1, cutoff)
+
 def no_setting(name, names, shown=None):
     """The UserError for a name that is none of `names`, with the one probably meant."""
     name = name.lstrip("-")
-    near = difflib.get_close_matches(name.replace("-", "_"), names, 1, 0.81)
-    hint = f"did you mean --{near[0]}?" if near else "see --help"
+    meant = near(name.replace("-", "_"), names, 0.81)
+    hint = f"did you mean --{meant[0]}?" if meant else "see --help"
     table = TABLE.read_text("utf-8") if TABLE.exists() else ""
-    for theirs, ours in re.findall(r"^\| (.*) \| (.*) \|$", table, re.M):
-        if f"`{name}`" in theirs:
+    for theirs, ours in reversed(re.findall(r"^\| (.*) \| (.*) \|$", table, re.M)):
+        if f"`{name}`" in theirs:       # of several rows the first counts
             hint = f"here it is {ours.replace('`', '')}"
     return UserError(f"there is no setting {shown or name}: {hint}")
 
@@ -136,7 +141,10 @@ def problems_of(task, cfg):
     names = inspect.signature(task.problems).parameters
     known = vars(cfg) | cfg.task_args | {"cfg": cfg}
     given = {name: known[name] for name in names if name in known}
-    return call(task.problems, "the function problems", **given)
+    try:
+        return call(task.problems, "the function problems", **given)
+    except OSError as e:
+        raise UserError(f"the task's problems cannot be read: {e}") from e
 
 def check(cfg, least, most):
     """UserError for a field of a wrong type or choice, below least[name], or above most[name]."""
@@ -214,11 +222,10 @@ def algorithm(algo, rows, grpo):
     path = file_of(algo)
     if path is None:
         names = [*rows, *sorted(path.stem for path in VARIANTS.glob("*.py"))]
-        near = [name for name in names if sorted(name) == sorted(algo.lower())]
-        near += difflib.get_close_matches(algo.lower(), names, 1, 0.9)
+        meant = near(algo.lower(), names, 0.9)
         hint = f"there are {', '.join(names)}; docs/variants.md has others, which are settings"
-        if near and algo.isidentifier():
-            hint = f"did you mean {near[0]}?"
+        if meant and algo.isidentifier():
+            hint = f"did you mean {meant[0]}?"
         raise UserError(f"there is no --algo {algo}: {hint}")
     sys.modules["grpo"] = grpo  # which may be __main__
     for name in [name for name in sys.modules if name.startswith("experiments.variants")]:

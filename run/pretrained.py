@@ -406,5 +406,5 @@ def micro_tokens(model, cfg, longest):
            and memory(model, replace(cfg, micro_tokens=2 * n), longest) < 0.6 * free):
         n *= 2
     need = memory(model, replace(cfg, micro_tokens=n), longest)
-    print0(f"memory: about {max(need / 1e9, 0.1):.1f} GB of {free / 1e9:.1f} GB free")
+    print0(f"memory: needs about {max(need / 1e9, 0.1):.1f} GB, {free / 1e9:.1f} GB are free")
     return n

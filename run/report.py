@@ -102,7 +102,7 @@ def step_line(step, total, done):
     best = max(x["accuracy"] for x in done)
     # By chance it may fall, too, but not so far, or at so large a KL.
     fallen = in_a_row(x["accuracy"] < best / 2 - 0.1 * (x.get("kl", 0) <= 1) for x in done)
-    if fallen == 3:
+    if fallen == 3 and "rule_reward" not in stats:
         print0(f"warning: accuracy fell below half its best: --lr {stats['lr']:g} may be too high: "
                "see \"The policy has collapsed\" in docs/troubleshooting.md")
     if "rule_reward" in stats:      # by chance once in 30 runs of 100 steps
@@ -112,9 +112,9 @@ def step_line(step, total, done):
                    "\"A learned reward\" in docs/questions.md")
     if fallen:
         return
-    if in_a_row(stats.get("dead_groups") == 1 for stats in done) == 3:
-        print0("warning: for 3 steps in a row all rewards of every group were equal, from which "
-               "nothing is learned: see \"All groups are dead\" in docs/troubleshooting.md")
+    if in_a_row(x.get("dead_groups") == 1 and x["accuracy"] < 1 for x in done) == 3:
+        print0("warning: for 3 steps in a row every group had equal rewards, so nothing is being "
+               "learned: see \"All groups are dead\" in docs/troubleshooting.md")
     if in_a_row(stats["finished"] < 0.5 for stats in done) == 3:
         print0("warning: for 3 steps in a row most completions were cut off, at --max_new or "
                "--max_turns: see \"No completion ends\" in docs/troubleshooting.md")

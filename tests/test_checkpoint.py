@@ -163,7 +163,7 @@ def test_no_flag_takes_the_place_of_the_runs_own(begun, tmp_path, capsys):
         (other := tmp_path / algo).mkdir()
         (other / "run.json").write_text(json.dumps({"config": {"algo": algo}}))
         assert config_of("--ask=x", "--init", other)[0].algo == used
-    assert capsys.readouterr().out.startswith("note: without the run's --algo mine.py, ")
+    assert "note: without the run's --algo mine.py, " in capsys.readouterr().out
     assert "already at step 2" in fault(capsys, "--resume", "--out", out, "--steps", 1)
     config_of("--ask=x", "--init", out, "--task", "guess")          # of which there is no flag
     assert "the prompt is empty" in fault(capsys, "--ask=", "--out", out)

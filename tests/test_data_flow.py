@@ -180,7 +180,8 @@ def test_eval_only_evaluates_all_held_out_problems_and_writes_nothing(whole, cap
     assert seen.of("evaluate")[0].got == found
     names = ("greedy", "pass@1", "pass@8", "maj@8")
     want = "  ".join(f"{name} {found[name]:.1%}" for name in names)
-    assert capsys.readouterr().out == want + "\n" and contents(whole.folder) == before
+    want += f"  of {len(AWAY)} problems\n"
+    assert capsys.readouterr().out == want and contents(whole.folder) == before
 
 
 def test_ask_completes_the_question_alone_and_greedily(whole, capsys):

@@ -105,8 +105,9 @@ def test_stdout_replaces_what_it_cannot_show(monkeypatch):
 
 # Rewards differ and rows end, all groups are dead, rows are cut off, both; K: at a high KL, too.
 # L, E, F: at a low one. F: of a learned reward. The accuracies are about the least.
-STEPS = dict(G=(0.99, 0.5), D=(1.0, 0.95), C=(0.5, 0.49), B=(1.0, 0.49), K=(1.0, 0.95))
-ACCURACY = dict(K=0.24, L=0.24, E=0.151, F=0.149)
+STEPS = dict(G=(0.99, 0.5), D=(1.0, 0.95), C=(0.5, 0.49), B=(1.0, 0.49), K=(1.0, 0.95),
+             W=(1.0, 0.95))
+ACCURACY = dict(K=0.24, L=0.24, E=0.151, F=0.149, H=0.149, W=1.0)
 EQUAL, OVER, FELL = "All groups are dead", "No completion ends", "The policy has collapsed"
 
 
@@ -114,9 +115,9 @@ EQUAL, OVER, FELL = "All groups are dead", "No completion ends", "The policy has
     ("DDD", {3: EQUAL}), ("CCCCCCC", {3: OVER}), ("DCD", {}), ("DDGDD", {}),
     ("GDDDDGCCC", {4: EQUAL, 9: OVER}), ("BBB", {3: EQUAL + OVER}), ("GKKKK", {4: FELL}),
     ("KKK", {3: EQUAL}), ("GDKKGCCC", {8: OVER}), ("GKKDKKK", {4: EQUAL, 7: FELL}),
-    ("GFFFF", {4: FELL}), ("GEEEE", {}), ("GLLLL", {}), ("GFFKKK", {4: FELL})])
+    ("GFFFF", {}), ("GEEEE", {}), ("GLLLL", {}), ("GHHKKK", {4: FELL}), ("WWW", {})])
 def test_three_steps_without_anything_to_learn_are_told_once(steps, warned, capsys):
-    """With the headings of docs/troubleshooting.md on it."""
+    """With headings of docs/troubleshooting.md; of a learned reward another line tells."""
     done, told = [], {}
     for n, step in enumerate(steps, 1):
         dead, finished = STEPS.get(step, (0.5, 1.0))

@@ -358,7 +358,7 @@ def test_tokens_of_a_micro_batch_are_given_or_found_by_the_memory(monkeypatch, c
         monkeypatch.setattr(pretrained, "free_memory", lambda device: 4_250_000_000)
         capsys.readouterr()
         assert of("cuda", 77)[0] == 77
-        assert capsys.readouterr().out == "memory: about 1.8 GB of 4.2 GB free\n"
+        assert capsys.readouterr().out == "memory: needs about 1.8 GB, 4.2 GB are free\n"
 
 
 # ---------- whether it fits

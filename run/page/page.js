@@ -78,11 +78,12 @@ function figure(label, text, interval, more = "") {
 
 function overview() {
   const [run] = runs, told = name => `${name} ${change(run, name)}`;
+  const earned = known.includes("rule_reward") ? ["rule_reward", "reward"] : ["reward"];
   figure("held out, greedy", change(run, "greedy"));
   figure("held out, pass@1", change(run, "pass@1"), intervalOf(run));
-  figure("reward in training", change(run, "reward"));
+  figure(`${earned[0]} in training`, change(run, earned[0]));
   $("about").textContent = `task ${value(run, "task")}, ${last(run, "step")} steps, `
-    + `${told("accuracy")}, ${told("length")}`;
+    + ["accuracy", "length", ...earned.slice(1)].map(told).join(", ");
 }
 
 // The best of several runs, and a table of all, sorted by the column that one clicks on.
@@ -126,8 +127,8 @@ function comparison() {
 
 const MEANING = {
   reward: "the training reward, by the rule or learned, mean over the step's completions",
-  accuracy: "share of right completions; points: held-out problems, greedy, any of k (pass@k), or"
-    + " most of k samples (maj@k)",
+  accuracy: "share of right completions" + (several ? "" : "; points: held-out problems, greedy,"
+    + " any of k (pass@k), or most of k samples (maj@k)"),
   length: "mean tokens per completion",
   turns: "mean turns of the policy per completion, if the task replies",
   kl: "KL to the reference, mean over tokens",
@@ -137,7 +138,7 @@ const MEANING = {
   clip_share: "share of tokens whose gradient the clip removed, mean over optimizer steps",
   grad_norm: "gradient norm before clipping, mean over optimizer steps",
   mismatch: "largest gap between the sampler's and the trainer's log-probability of a token",
-  loss: "the policy loss; about 0 by design, so watch the reward",
+  loss: "the policy loss; it says nothing about progress: watch the reward",
   value_loss: "the critic's loss",
   explained_variance: "share of the returns' variance that the critic explains",
   rule_reward: "the reward by the task's rule, which the learned reward replaces",
@@ -150,10 +151,10 @@ const MEANING = {
   update_tok_s: "tokens trained on per second",
   "pass@1": "share of right samples on held-out problems, with its 95% interval",
 };
-const OWN = "a component of the task's rule, or a statistic that MEANING in run/page/page.js lacks";
-const FIRST = ["reward", "accuracy", ...(several ? ["pass@1"] : []), "length",
-  "kl", "entropy", "finished", "dead_groups"];
+const OWN = "part of the rule's reward, or a statistic of your own (see MEANING in run/page/page.js)";
 const known = [...new Set(runs.flatMap(run => run.metrics.flatMap(Object.keys)))];
+const FIRST = ["reward", "rule_reward", "accuracy", ...(several ? ["pass@1"] : []), "length",
+  "kl", "entropy", "finished", "dead_groups"];
 const DOTTED = [2, 4];
 const kOf = name => Number(name.split("@")[1] || 1);
 const TICKS = [-3, -2, -1, 0, 1, 2, 3, 4, 5, 6].flatMap(e => [1, 2, 5].map(x => x * 10 ** e));
@@ -265,7 +266,7 @@ const at = (rows, i, t) => rows?.[i]?.[t] ?? null;
 const less = (a, b) => a === null || b === null ? null : a - b;
 const k3 = r => r === null ? null : Math.expm1(Math.min(r, 20)) - r;
 const QUANTITIES = {
-  advantage: {about: "blue: the update makes it likelier; orange: less likely", both: true,
+  advantage: {about: "blue: the update raises its probability; orange: lowers it", both: true,
     of: (g, i, t) => at(g.advantages, i, t)},
   "log-ratio": {about: "log-probability after the update minus when sampled", both: true,
     of: (g, i, t) => less(at(g.new_logp, i, t), at(g.logp, i, t))},

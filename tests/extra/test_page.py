@@ -181,6 +181,15 @@ def test_the_curves_of_a_run_are_those_of_its_log(opened, folders):
         assert x == [of * n for n in range(5)] and greedy == [0, None, None, 0.625, None]
 
 
+def test_a_learned_reward_stands_beside_the_rules(opened, folders, tmp_path):
+    log = records(folders[0] / "metrics.jsonl")
+    lines = [json.dumps(m | {"rule_reward": m["step"] / 8} if m["step"] else m) for m in log]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    page, last = opened(report.write([tmp_path])), shown(log[-1]["step"] / 8)
+    assert texts(page, "#figures strong")[2] == f"0.125 → {last}"
+    assert texts(page, "#first h3")[:3] == ["reward", "rule_reward", "accuracy"]
+
+
 def test_curves_of_several_runs_and_their_table(opened, folders, page):
     """Each point; some folded away. The table is sorted by pass@1 or as one likes."""
     page, logs = opened(page), [records(where / "metrics.jsonl") for where in folders]

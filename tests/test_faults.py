@@ -211,6 +211,14 @@ def test_a_run_that_fails_goes_on(code, says, tmp_path, capsys, monkeypatch):
     assert [x["step"] for x in metrics(tmp_path / "o")] == [0, 1, 2, 3]
     monkeypatch.chdir(tmp_path)
     grpo.main([*args[:2], *"--init o --steps 0 --out n".split()])
+    monkeypatch.chdir(tmp_path)
+    grpo.main(["--resume", *args])
+    assert "note: the run is complete" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    task(tmp_path, problems="1 / 0")        # of a new run, not of the one that is there
+    assert "continue with" not in "".join(raised(*args)[0])
+    task(tmp_path, problems="open('/none/x')")
+    assert "problems cannot be read: [Errno 2] No such" in fault(capsys, *args)
 
 
 # ---------- problems, processes

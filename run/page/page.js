@@ -95,7 +95,7 @@ function comparison() {
   const title = `best pass@1: ${best.label}`;
   const note = near.length ? `; within it: ${near.map(run => run.label).join(", ")}` : "";
   if (score(best) >= 0) figure(title, shown(score(best), "pass@1"), interval, note);
-  const differing = fields.filter(name => differs(name) && name !== "out");
+  const differing = fields.filter(name => differs(name) && !["out", "steps"].includes(name));
   const numbers = ["pass@1", "greedy", "reward", "accuracy", "length"];
   const columns = [
     {name: "run", of: run => run.label},

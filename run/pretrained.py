@@ -376,6 +376,8 @@ def memory(model, cfg, longest):
     read = min(rows, max(cfg.prompts, cfg.held_out or math.inf) / ranks)    # prompts at a time
     reading = read * longest * (kv + 0.7 * layer)       # of one layer what lives at a time
     tokens = max(cfg.micro_tokens or MICRO_TOKENS, slots)
+    if not cfg.warm_steps and cfg.reward == "rule":         # a fit has rows of its own
+        tokens = min(tokens, rows * slots)
     stored = layer * c.n_layer                  # for the backward pass, per token
     if cfg.recompute:                   # one layer, half as much for gradients, all inputs
         stored = 1.5 * layer + 4 * c.n_embd * c.n_layer

@@ -227,7 +227,7 @@ def bytes_of(*modules):
 
 def of(model=None, longest=4, **changes):
     """The estimate for a model and settings."""
-    cfg = Config(**TINY | changes)
+    cfg = Config(**TINY | dict(group=171, warm_steps=0) | changes)  # 2,052 tokens a step
     return memory(pretrained.to_device(model or tiny_model(), cfg), cfg, longest)
 
 
@@ -277,7 +277,8 @@ def test_the_estimate_of_an_update_is_near(recompute, shape):
     def update(model):
         ids = torch.randint(0, 257, (8, 128))
         shared_logps(model, ids, torch.ones(8, 128) > 0, 1.0)[0].sum().backward()
-    assert 0.94 < estimate(update, shape, 64, recompute=recompute, micro_tokens=1024) < 1.3
+    assert 0.94 < estimate(update, shape, 64, recompute=recompute, group=15,
+                           micro_tokens=1024) < 1.3
 
 
 @pytest.mark.slow
@@ -313,9 +314,9 @@ def test_the_estimate_counts_every_model_of_a_run(settings, tied, dtype):
 def test_the_estimate_of_a_rollout_is_that_of_its_cache(cache, copies, dtype, size, monkeypatch):
     """And of a token's logits; ranks share the rows. A static cache is kept in the update."""
     row = 12 * 64 * size                # slots; 2 layers, keys and values, 2 heads, 8 channels
-    want, many = 4e5 * (copies * row + 24 * 257), dict(dtype=dtype, prompts=2 * 10 ** 5)
+    want, many = 4e5 * (copies * row + 24 * 257), dict(dtype=dtype, prompts=2 * 10 ** 5, group=2)
     assert of(**many, cache=cache) == pytest.approx(want, rel=0.01)
-    few = dict(dtype=dtype, prompts=18, micro_tokens=10 ** 6)
+    few = dict(dtype=dtype, prompts=18, group=2)
     assert of(**few, cache=cache) - of(**few, cache="plain") == (copies == 1) * 36 * row
     monkeypatch.setattr(dist, "ranks", lambda: 2)
     assert of(**many, cache=cache) == pytest.approx(want / 2, rel=0.01)
@@ -327,23 +328,25 @@ def test_the_estimate_of_a_rollout_is_that_of_its_cache(cache, copies, dtype, si
 def test_what_a_micro_batch_needs(changes, more, monkeypatch):
     """A row longer than it is taken alone; by default it has 2,048 tokens; logits in parts."""
     def activations(model=None, **changes):
-        return of(model, micro_tokens=1012, **changes) - of(model, micro_tokens=12, **changes)
+        return of(model, micro_tokens=2048, **changes) - of(model, micro_tokens=1548, **changes)
     long = dict(max_new=900, longest=100)
     assert of(**long, micro_tokens=16) == of(**long, micro_tokens=1000)
-    assert of() == of(micro_tokens=2048)
+    assert of() == of(micro_tokens=2048) < of(micro_tokens=2052) == of(micro_tokens=10 ** 6)
+    for fit in dict(warm_steps=1), dict(reward="model"):
+        assert of(micro_tokens=2052, **fit) < of(micro_tokens=10 ** 6, **fit)
     whole = of(micro_tokens=1000)
     monkeypatch.setattr(pretrained, "most_logits", lambda device: 0)
     assert whole - of(micro_tokens=1000) == 16 * 257 * 1000
     assert activations(**changes) / activations() == pytest.approx(more, rel=0.1)
     two, eight = (activations(tiny_model(n_layer=n), recompute=True) for n in (2, 8))
-    assert eight - two == 6 * 4 * 32 * 1000             # the inputs of six more layers
+    assert eight - two == 6 * 4 * 32 * 500              # the inputs of six more layers
 
 
 def test_tokens_of_a_micro_batch_are_given_or_found_by_the_memory(monkeypatch, capsys):
     """On CUDA a power of two from 2,048 to 32,768 that takes at most 60 % of what is free."""
     def of(device, n=0):
-        cfg = Config(**TINY | dict(device=device, micro_tokens=n))
-        return pretrained.micro_tokens(model, cfg, 4), memory(model, cfg, 4)
+        cfg = Config(**TINY | dict(device=device, micro_tokens=n, group=66))
+        return pretrained.micro_tokens(model, cfg, 1000), memory(model, cfg, 1000)
     model = tiny_model()
     assert of("cpu")[0] == 2048 and of("cpu", 77)[0] == 77
     assert 4 * pretrained.most_logits(CPU) == 2 ** 30

@@ -184,6 +184,7 @@ def test_an_exception_of_a_task_is_a_traceback(function, code, says, tmp_path, m
     assert says in "".join(lines[-2:])
     assert type(e) not in (UserError, SystemExit) and not (tmp_path / "out").exists()
     assert ", given ''" in lines[-1] or (function, code) != ("reward", "1 / 0")
+    assert ", given ['', " in lines[-1] or function != "rewards"
     if code == "1 / 0":
         last = traceback.extract_tb(e.__traceback__)[-1]
         assert (last.filename, last.line) == (str(path), code)

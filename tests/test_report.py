@@ -73,7 +73,6 @@ def test_a_terminal_shows_the_sign_of_advantages_accuracy_and_warnings(
 
 
 def test_the_last_lines_say_what_a_run_has_gained_and_how_to_ask(made, monkeypatch):
-    """With the command that started it, from where it was started."""
     first, *_, last = [m for m in records(made.folder / "metrics.jsonl") if "greedy" in m]
     gained, _, asked = made.said.splitlines()[-3:]
     numbers = [float(x) for x in re.findall(r"([\d.]+)%", gained)]

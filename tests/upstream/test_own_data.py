@@ -47,7 +47,6 @@ def test_a_data_set_of_the_hub(monkeypatch):
 
 
 def test_a_judge_over_http():
-    """It fails at first; what it never answers is 0."""
     asked = []
 
     class Judge(BaseHTTPRequestHandler):
@@ -75,9 +74,8 @@ def test_a_judge_over_http():
 @pytest.mark.parametrize("program, correct", [
     ("def add(a, b): return a + b", 1), ("def add(a, b): return a", 0), ("", 0), ("def add(", 0),
     ("while True: pass", 0), ("add = lambda a, b: 3\nx = [0] * 10 ** 9", 0),
-    ("exit()", 0), ("exit(77)", 0),
-    ("raise SystemExit", 0), ("if 0:\\", 0), ("\0", 0), ("1" * 200_000, 0),
-    ("while True: print(1)", 0), ("import sys\ndef add(a, b):\n    return sum((a, b))", 1)])
+    ("exit(77)", 0), ("if 0:\\", 0), ("\0", 0), ("1" * 200_000, 0),
+    ("while True: print(1)", 0)])
 def test_a_reward_that_runs_code(program, correct):
     names = names_of("ulimit")
     names["LIMITED"] = names["LIMITED"].replace("-t 5", "-t 1")

@@ -43,19 +43,6 @@ class GPTConfig:
         if self.positions == "rope" and self.head_size % 2:
             raise ValueError(f"RoPE needs an even head size, not {self.head_size}")
 
-class RMSNorm(nn.Module):
-    def __init__(self, size, eps):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x):
-        if not x.is_cpu:        # one kernel on a GPU, but twice the time on a CPU
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        mean_square = norm.square() / x.size(-1)
-        return x * (mean_square + self.eps).rsqrt() * self.weight
-
 def for_products(x):
     """x in autocast's dtype: cast once, not in each product that reads it."""
     kind = x.device.type
@@ -156,8 +143,8 @@ class Attention(nn.Module):
         self.q_norm = nn.Identity()
         self.k_norm = nn.Identity()
         if cfg.qk_norm:
-            self.q_norm = RMSNorm(D, cfg.norm_eps)
-            self.k_norm = RMSNorm(D, cfg.norm_eps)
+            self.q_norm = nn.RMSNorm(D, cfg.norm_eps)
+            self.k_norm = nn.RMSNorm(D, cfg.norm_eps)
 
     def forward(self, x, rope, layout, cache):
         x = for_products(x)
@@ -194,7 +181,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        norm = RMSNorm if cfg.norm == "rms" else nn.LayerNorm
+        norm = nn.RMSNorm if cfg.norm == "rms" else nn.LayerNorm
         self.input_layernorm = norm(cfg.n_embd, cfg.norm_eps)
         self.self_attn = Attention(cfg)
         self.post_attention_layernorm = norm(cfg.n_embd, cfg.norm_eps)
@@ -234,7 +221,7 @@ class GPT(nn.Module):
         self.kv_cache = "plain"     # --cache, but never "auto"; read in run/caches.py
         self.shared_prefixes = True         # in training; read in run/passes.py
         self.most_logits = 2 ** 28  # at a time
-        norm = RMSNorm if cfg.norm == "rms" else nn.LayerNorm
+        norm = nn.RMSNorm if cfg.norm == "rms" else nn.LayerNorm
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = norm(cfg.n_embd, cfg.norm_eps)

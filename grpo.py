@@ -30,6 +30,7 @@ from torch.nn import Module
 import model
 import reward
 from run import caches, checkpoint, config, dist, passes, report, setup, terminal
+from run.device import release_memory
 from run.passes import Tokens
 
 # ---------------------------------------------------------------------------- the settings
@@ -556,6 +557,7 @@ def train_step(agent, problems, step):
     drawn = rng.sample(problems, cfg.prompts)
     batch, stats = rollout(agent, dist.of_rank(drawn), dist.rng(cfg, "rollout", step))
     clock.has_sampled()
+    release_memory()
     # 4. Update.
     stats |= update(agent, batch, dist.rng(cfg, "update", step))
     dist.sync_sampler(agent)

@@ -46,9 +46,15 @@ def compile_all(cfg, *modules):
 def prepare():
     """Settings of the process."""
     torch.backends.cuda.enable_cudnn_sdp(False)     # 0.4 s per new shape, which most batches are
-    with contextlib.suppress(OSError, AttributeError):      # not glibc
-        # Freed blocks of up to 32 MB are kept: getting them anew was a third of an update of
-        # Qwen2.5-0.5B. It took 13 % more memory.
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-3, 2 ** 25)       # M_MMAP_THRESHOLD, at its largest
-        libc.mallopt(-1, -1)            # M_TRIM_THRESHOLD: never
+    # Freed blocks of up to 32 MB are kept: page faults took a third of an update of Qwen2.5-0.5B.
+    of_glibc("mallopt", -3, 2 ** 25)        # M_MMAP_THRESHOLD, at its largest
+    of_glibc("mallopt", -1, -1)             # M_TRIM_THRESHOLD: never
+
+def release_memory():
+    """Gives freed memory back to the system: an update needs blocks of other sizes."""
+    of_glibc("malloc_trim", 0)
+
+def of_glibc(function, *given):
+    """Calls a function of the GNU C library, if there is one."""
+    with contextlib.suppress(OSError, AttributeError):
+        getattr(ctypes.CDLL("libc.so.6"), function)(*given)

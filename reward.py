@@ -9,8 +9,8 @@ from model import send
 from run import dist, passes, terminal
 
 FIT_LR = 1e-3           # peak learning rate up to 256 channels, then as 1/width (arXiv 2203.03466)
-TRUNCATED_REWARD = 0.0  # maximum reward of a completion that is cut off; by rule at most 0
-FIT_STEPS = 64          # problems that a fit labels, in steps: FIT_STEPS * --prompts
+TRUNCATED_REWARD = 0.0  # maximum reward of a completion that is cut off: for a rule's, at most 0
+FIT_STEPS = 64          # a fit labels FIT_STEPS * --prompts problems
 CHOICES = 4             # completions that an annotator compares; 2: Bradley-Terry
 
 # ------------------------------------------------------------ the rule's reward
@@ -33,7 +33,7 @@ def repeated(items, group):
     return [item for item in items for _ in range(group)]
 
 def by_rule(agent, batch, episodes=None):
-    """What each row says, and the components (B,) of the rule's reward. If it was cut off,
+    """What each row says, and the components (B,) of the rule's reward. Of a row cut off
     only negative ones count."""
     if hasattr(agent.task, "reply") and episodes is None:
         raise UserError("rows of a task with several turns need its Episodes")
@@ -143,8 +143,8 @@ def reward_loss(score, label, K):
 # ------------------------------------------------------------------- the labels
 
 def problems_to_label(problems, cfg, rng):
-    """Problems to label for a fit: those held out, a tenth, from the first tenth of all problems,
-    from which no fit learns; and those to fit to."""
+    """Problems to label for a fit: a held-out tenth, from the first tenth of all problems, which no
+    fit learns from; and the rest, to fit to."""
     n = min(FIT_STEPS * cfg.prompts, len(problems))
     n_held_out = n // 10
     tenth = len(problems) // 10

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from model import double
+from run.device import of_glibc
 
 def new_cache(model, rows, slots):
     """Empty keys [:, 0] and values [:, 1] of each layer, (L, 2, rows, K, slots, D)."""
@@ -197,6 +198,10 @@ def power_of_two(n):
     return 1 << max(n - 1, 1).bit_length()
 
 CACHES = {"plain": KVCache, "shared": SharedCache, "static": StaticCache}
+
+def release():
+    """Gives the memory that sampling has freed back: an update needs blocks of other sizes."""
+    of_glibc("malloc_trim", 0)
 
 def new(model, slots, temperature):
     """The cache that a model samples with, for rows of at most `slots` tokens."""

@@ -191,9 +191,10 @@ def implied(chosen):
     others = {}
     if chosen["kl"] == "reward":
         others["estimator"] = "k1"      # as a reward only k1 gives the KL's gradient (eq. 2)
-    if chosen["reward"] != "rule" and chosen["adv_scale"] == "group":
-        # Of equally good completions the std is only the reward model's noise.
-        others["adv_scale"] = "none"
+    if chosen["reward"] != "rule" or chosen["kl"] == "reward":
+        # Of equally good completions the std is only noise: the reward model's, or the KL's.
+        if chosen["adv_scale"] == "group":
+            others["adv_scale"] = "none"
     if chosen["init"]:
         others["warm_steps"] = 0
         others["warm_lr"] = 2e-5        # lower, if --warm_steps adds a warm start

@@ -50,10 +50,6 @@ def prepare():
     of_glibc("mallopt", -3, 2 ** 25)        # M_MMAP_THRESHOLD, at its largest
     of_glibc("mallopt", -1, -1)             # M_TRIM_THRESHOLD: never
 
-def release_memory():
-    """Gives freed memory back to the system: an update needs blocks of other sizes."""
-    of_glibc("malloc_trim", 0)
-
 def of_glibc(function, *given):
     """Calls a function of the GNU C library, if there is one."""
     with contextlib.suppress(OSError, AttributeError):

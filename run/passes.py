@@ -160,7 +160,8 @@ def distinct(ids, mask):
 class SharedRows:
     """The `distinct` tokens of ids (B, T) as one row, (1, n); only attention sees full rows."""
 
-    def __init__(self, ids, mask, device):
+    def __init__(self, gpt, ids, mask):
+        device = gpt.device
         first, index = self.on_host = distinct(ids, mask)
         self.first = send(first, device)
         self.index = send(index, device)
@@ -195,9 +196,8 @@ class SharedRows:
 
 def layout_of(gpt, ids, mask):
     """The layout of a pass over ids (B, T), on the host, for scalars in mask (B, T)."""
-    if gpt.shared_prefixes:
-        return SharedRows(ids, mask, gpt.device)
-    return model.Rows(ids, gpt.device)
+    kind = SharedRows if gpt.shared_prefixes else model.Rows
+    return kind(gpt, ids, mask)
 
 @torch.no_grad()
 def entropies(gpt, batch, cfg):

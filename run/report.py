@@ -113,8 +113,8 @@ def step_line(step, total, done):
     if fallen:
         return
     if in_a_row(x.get("dead_groups") == 1 and x["accuracy"] < 1 for x in done) == 3:
-        print0("warning: for 3 steps in a row every group had equal rewards, so nothing is being "
-               "learned: see \"All groups are dead\" in docs/troubleshooting.md")
+        print0("warning: for 3 steps in a row every group had equal rewards, of which a group "
+               "baseline learns nothing: see \"All groups are dead\" in docs/troubleshooting.md")
     if in_a_row(stats["finished"] < 0.5 for stats in done) == 3:
         print0("warning: for 3 steps in a row most completions were cut off, at --max_new or "
                "--max_turns: see \"No completion ends\" in docs/troubleshooting.md")
@@ -126,8 +126,10 @@ def in_a_row(held):
 def percentages(results):
     """Shares on one line; of those at k only the ones at 1 and at the largest k."""
     at = {name: int(name.partition("@")[2] or 1) for name in results if name != "held_out"}
-    shown = [name for name in at if at[name] in (1, max(at.values()))]
-    return "  ".join(f"{name} {results[name]:.1%}" for name in shown)
+    shown = [f"{name} {results[name]:.1%}" for name in at if at[name] in (1, max(at.values()))]
+    if "held_out" in results:
+        shown.append(f"of {results['held_out']} problems")
+    return "  ".join(shown)
 
 def dialogue(encoding, question, batch, episodes=None):
     """A question and its completion for a terminal, with replies in brackets."""

@@ -212,8 +212,7 @@ def warm_start(policy, task, problems, cfg, encoding):
         ids, mask = ids_and_mask(dist.of_rank(rows))
         for micro, T in passes.split_rows(ids, mask, cfg.micro_tokens):
             said, on = ids[micro, :T], mask[micro, :T]
-            layout = passes.layout_of(policy, said[:, :-1], on[:, 1:])
-            logp, _ = model.token_logps(policy, said, on, 1.0, layout=layout)
+            logp, _ = model.token_logps(policy, said, on, 1.0, None, passes.layout_of)
             yield -logp.sum() / tokens
     for problem in problems:            # before the time of a fit is spent
         checked_row(problem, task, encoding, cfg, random.Random(0))

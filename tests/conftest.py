@@ -156,8 +156,7 @@ CHAT = ("{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end
 
 def shared_logps(gpt, ids, mask, temperature, critic=None):
     """model.token_logps of rows that share prefixes."""
-    layout = passes.SharedRows(ids[:, :-1], mask[:, 1:], gpt.device)
-    return token_logps(gpt, ids, mask, temperature, critic, layout)
+    return token_logps(gpt, ids, mask, temperature, critic, passes.SharedRows)
 
 
 def chat_folder(where, template=CHAT):

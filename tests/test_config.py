@@ -183,7 +183,7 @@ def test_what_settings_imply_for_others():
             ("estimator", dict(kl="watch"), "k3"),
             ("estimator", dict(kl="reward", estimator="k2"), "k2"),
             ("adv_scale", {}, "group"), ("adv_scale", dict(reward="model"), "none"),
-            ("adv_scale", dict(reward="rollouts"), "none"),
+            ("adv_scale", dict(reward="rollouts"), "none"), ("adv_scale", dict(kl="reward"), "none"),
             ("adv_scale", dict(reward="model", adv_scale="group"), "group"),
             ("adv_scale", dict(reward="model", algo="ppo"), "batch"),
             ("warm_steps", dict(init="x"), 0), ("warm_steps", dict(init="x", warm_steps=5), 5),

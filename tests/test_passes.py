@@ -82,7 +82,7 @@ def test_states_and_gradients_are_those_of_each_row_alone(family):
     for seed in range(3):
         ids, used = a_tree(seed)
         weight = uniform(*ids.shape)[..., None] * used[..., None]
-        h = model(ids, layout=SharedRows(ids, used, model.device))
+        h = model(ids, layout=SharedRows(model, ids, used))
         whole = torch.autograd.grad((h.square() * weight).sum(), weights)
         rows = [model(row[None, :n])[0] for row, n in zip(ids, used.sum(1))]
         torch.testing.assert_close(h[used], torch.cat(rows), rtol=0, atol=1e-11)
@@ -163,7 +163,7 @@ def test_gradients_of_many_rows_are_summed_in_float32():
     """In bfloat16 a sum of ones stays at 256."""
     ids = torch.ones(1000, 2, dtype=torch.int64)
     x = torch.ones(1, 2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    SharedRows(ids, ids > 0, x.device).gather(x).sum().backward()
+    SharedRows(x, ids, ids > 0).gather(x).sum().backward()
     assert x.grad.flatten().tolist() == [1000, 1000]
 
 
@@ -213,5 +213,5 @@ def test_what_rows_share_is_computed_once():
     assert scored == [7 * 3] and seen == [20 + 7 * 2, 20 + 7 * 2, 20 + 7 * 3]
     at = mask.flatten().nonzero()[:, 0] - 1
     tokens = 150_000 + ids.flatten()[at + 1]                # of a large vocabulary
-    states, once, each = SharedRows(ids, mask, torch.device("cpu")).once(at, tokens)
+    states, once, each = SharedRows(model, ids, mask).once(at, tokens)
     assert torch.equal(once[each], tokens) and len(states) == 7 * 3

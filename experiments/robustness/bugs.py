@@ -162,7 +162,7 @@ credit stops at a reply | grpo.py | turns
     next_adv = torch.where(sampled, delta + gamma * lam * next_adv, next_adv)  =>
       next_adv = torch.where(sampled, delta + gamma * lam * next_adv, 0)
 rows without an advantage are skipped despite a KL or a critic | grpo.py | loss oracle
-    if agent.ref is not None or agent.critic is not None or own_loss:  =>  if own:
+    if agent.ref or agent.critic or own_loss:  =>  if own_loss:
 the reference has another temperature | grpo.py | oracle -k temperature
     logps(agent.ref, batch, cfg)  =>  logps(agent.ref, batch, replace(cfg, temperature=1.0))
 """

@@ -34,10 +34,7 @@ class GPTConfig:
     tied: bool = True           # the head shares the embedding's weights
 
     def __post_init__(self):
-        if not self.head_size:
-            if self.n_embd % self.n_head:
-                raise ValueError(f"n_head {self.n_head} must divide n_embd {self.n_embd}")
-            self.head_size = self.n_embd // self.n_head
+        self.head_size = self.head_size or self.n_embd // self.n_head
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
         if self.positions == "rope" and self.head_size % 2:
@@ -77,7 +74,6 @@ def double(x):
     return x.float() if x.device.type == "mps" else x.double()
 
 # ------------------------------------------------- which token attends to which
-
 class Rows:
     """A pass over whole rows, ids (B, T). run/passes.py has one that shares prefixes."""
 
@@ -126,14 +122,12 @@ class CachedRows(Rows):
         return y.flatten(1, 2)[:, None]                                 # (B, 1, H, D)
 
 # ------------------------------------------------------------------- the layers
-
 class Attention(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         C, D = cfg.n_embd, cfg.head_size
         bias = cfg.bias != "none"
-        self.n_head = cfg.n_head
-        self.n_kv_head = cfg.n_kv_head
+        self.heads = cfg.n_head, cfg.n_kv_head
         self.q_proj = nn.Linear(C, cfg.n_head * D, bias=bias)
         self.k_proj = nn.Linear(C, cfg.n_kv_head * D, bias=bias)
         self.v_proj = nn.Linear(C, cfg.n_kv_head * D, bias=bias)
@@ -144,7 +138,7 @@ class Attention(nn.Module):
 
     def forward(self, x, rope, layout, cache):
         x = for_products(x)
-        H, K = self.n_head, self.n_kv_head
+        H, K = self.heads
         q = self.q_proj(x).unflatten(-1, (H, -1))                       # (B, T, H, D)
         k = self.k_proj(x).unflatten(-1, (K, -1))                       # (B, T, K, D)
         v = self.v_proj(x).unflatten(-1, (K, -1))
@@ -240,7 +234,7 @@ class GPT(nn.Module):
             exponent = torch.arange(0, c.head_size, 2) / c.head_size
             inv_freq = 1 / c.rope_theta ** exponent
         angle = torch.arange(c.block_size)[:, None, None] * inv_freq
-        angle = torch.cat((-angle, angle), -1)  # cos is even, sin odd
+        angle = torch.cat((-angle, angle), -1)          # (block_size, 1, D)
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 

@@ -197,10 +197,6 @@ def rollout_labels(agent, generate, batch, stream, tries=4):
 
 # ------------------------------------------------- the labelled rows, as a dict
 
-def some(rows, which):
-    """Some of the rows, by a slice or indices."""
-    return {name: x[which] for name, x in rows.items()}
-
 def rows_of(sets, K):
     """The indices of the rows of some sets of K, given those of the sets."""
     rows = sets[:, None] * K + torch.arange(K)
@@ -214,13 +210,9 @@ def scores_of(reward_model, rows, cfg):
 def of_all_ranks(rows):
     """The labelled rows of all ranks, on every rank, in the order of their problems."""
     gathered = dist.gather(rows)
-    numbers = []                        # of the problems, which belong to the ranks in turn
-    for rank, of_rank in enumerate(gathered):
-        n = len(of_rank["ids"]) // CHOICES
-        numbers += range(rank, rank + n * len(gathered), len(gathered))
-    order = torch.tensor(numbers).argsort()
-    every = passes.join(gathered)
-    return some(every, rows_of(order, CHOICES))
+    numbers = [torch.arange(len(of_rank["ids"]) // CHOICES) for of_rank in gathered]
+    order = torch.cat(numbers).argsort(stable=True)     # problems belong to the ranks in turn
+    return passes.take(passes.join(gathered), rows_of(order, CHOICES))
 
 def choices(rows, K):
     """The rows, labelled with the probability that each of a problem's K is chosen: 1 for the one
@@ -237,7 +229,7 @@ def replay(history, rows, K, rng):
     sets = range(len(history["ids"]) // K)
     n = min(rows // K, len(sets))
     chosen = torch.tensor(rng.sample(sets, n), dtype=torch.int64)
-    return some(history, rows_of(chosen, K))
+    return passes.take(history, rows_of(chosen, K))
 
 # ---------------------------------------------------------------------- the fit
 
@@ -260,9 +252,10 @@ def fit_and_measure(agent, batches, n_held_out, rng):
     if cfg.supervision == "outcome":        # which of K completions is best
         K = CHOICES
         rows = choices(rows, K)
+    every = torch.arange(len(rows["ids"]))
     apart = n_held_out * CHOICES
-    test = some(rows, slice(apart))
-    train = some(rows, slice(apart, None))
+    test = passes.take(rows, every[:apart])
+    train = passes.take(rows, every[apart:])
     to_fit = history = train
     if agent.history:
         tenth = len(train["ids"]) // 10
@@ -277,8 +270,6 @@ def fit_and_measure(agent, batches, n_held_out, rng):
     fit(reward_model, to_fit, K, cfg, rng)
 
     score = scores_of(reward_model, test, cfg)
-    if not score.isfinite().all():
-        raise UserError("the reward model's scores are not finite: lower FIT_LR in reward.py")
     accuracy, chance = quality(score, test["label"][test["ends"]], K)
     if K > 1:
         normalise(reward_model, agent.history, cfg)
@@ -325,8 +316,8 @@ def fit(reward_model, rows, K, cfg, rng):
         ids_of_sets = ids[sets].flatten(1)
         said = mask[sets].any(1)
         for micro, T in passes.split_rows(ids_of_sets, said, budget):
-            chosen = rows_of(sets[micro], K)
-            part = some(rows, (chosen, slice(T)))
+            part = passes.take(rows, rows_of(sets[micro], K))
+            part = {name: x[:, :T] for name, x in part.items()}
             at = part["ends"].flatten().nonzero()[:, 0]
             score = score_rows(reward_model, part["ids"], part["mask"])
             score = score.flatten()[send(at, device)]

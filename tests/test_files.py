@@ -8,11 +8,10 @@ import os
 import re
 import shutil
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, batch_of, fault, records, rewrite
+from conftest import ROOT, fault, records, rewrite
 from safetensors import SafetensorError
 
 import grpo
@@ -437,14 +436,8 @@ def test_nobody_reads(stream, again, monkeypatch, capfd):
 
 
 def test_scores_that_say_nothing(monkeypatch):
-    """All the same, up to rounding, or no numbers."""
+    """All the same, up to rounding."""
     for x, spread in ((1.0, 0), (0.0, 0), (1e4, 1e-3), (-2.0, 0)):
         monkeypatch.setattr(reward, "scores_of", lambda *_: x + spread * torch.randn(20))
         with pytest.raises(UserError, match="gives every completion the same score"):
             reward.normalise(None, {}, Config())
-    monkeypatch.setattr(reward, "fit", lambda *_: None)
-    monkeypatch.setattr(reward, "scores_of", lambda *_: torch.tensor([1.0, float("nan")]))
-    agent = SimpleNamespace(cfg=Config(supervision="process"), reward_model=None, history={})
-    with pytest.raises(UserError, match="scores are not finite"):
-        on, labels = torch.ones(8, 3) > 0, torch.arange(8.0)[:, None] % 2
-        reward.fit_and_measure(agent, [batch_of(on, reward=labels.expand(8, 3))], 1, None)

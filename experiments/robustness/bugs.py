@@ -111,7 +111,7 @@ scores are normalised on the last batch only | reward.py | oracle -k three_fits
 no history is replayed | reward.py | oracle -k three_fits
     to_fit = passes.join([train, old])  =>  to_fit = train
 the held-out tenth is fitted as well | reward.py | reward
-    train = some(rows, slice(apart, None))  =>  train = rows
+    train = passes.take(rows, every[apart:])  =>  train = rows
 a learned reward is divided by the group's std | run/config.py | config -k imply
     others["adv_scale"] = "none"  =>  pass
 the reference is not updated between iterations | grpo.py | data_flow -k reference_moves

@@ -338,19 +338,10 @@ def frozen(model):
 
 # ------------------------------------------------------------------- the memory
 
-def check_context(model, cfg, longest, prompt=""):
-    """UserError if a prompt and a completion do not fit the context."""
-    if longest + cfg.max_new > model.cfg.block_size:
-        raise UserError(f"a prompt of {longest} tokens{prompt and f', {prompt!r:.80},'} and "
-                        f"--max_new {cfg.max_new} do not fit the model's context of "
-                        f"{model.cfg.block_size}: see \"A prompt is too long\" "
-                        f"in docs/troubleshooting.md")
-
 def check_room(model, cfg, longest):
-    """UserError if a run (longest 0: the model alone) would not fit context or memory."""
+    """UserError if a run (longest 0: the model alone) would not fit the memory."""
     need = 4 * sum(p.numel() for p in model.parameters())
     if longest:
-        check_context(model, cfg, longest)
         need = memory(model, cfg, longest)
     free = free_memory(device_of(cfg))
     if need > free:

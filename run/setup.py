@@ -99,8 +99,10 @@ def held_out(agent):
 def longest_of(encoding, problems, cfg, model):
     """The number of tokens of the longest prompt, which must fit the context of a model."""
     n, prompt = max((len(encoding.encode_prompt(p.prompt)), p.prompt) for p in problems)
-    if model:
-        pretrained.check_context(model, cfg, n, prompt)
+    if model and n + cfg.max_new > model.cfg.block_size:
+        raise UserError(f"a prompt of {n} tokens, {prompt!r:.80}, and --max_new {cfg.max_new} do "
+                        f"not fit the model's context of {model.cfg.block_size}: see \"A prompt is "
+                        f"too long\" in docs/troubleshooting.md")
     return n
 
 def check_run(cfg, task, problems):

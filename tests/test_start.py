@@ -95,8 +95,10 @@ def test_the_first_held_out_problems_are_taken():
     for n in (0, 7):
         agent.cfg = with_(held_out=n)
         assert setup.held_out(agent) == HELD_OUT[:n or None]
+    agent.cfg = with_(max_new=61)
+    assert setup.held_out(agent)
     agent.cfg = with_(max_new=62)
-    with pytest.raises(UserError, match="3 tokens, '59.', and --max_new 62 do not fit"):
+    with pytest.raises(UserError, match="3 tokens, '59.', and --max_new 62 do not fit .* of 64: "):
         setup.held_out(agent)
 
 
@@ -366,7 +368,7 @@ def test_tokens_of_a_micro_batch_are_given_or_found_by_the_memory(monkeypatch, c
 
 # ---------- whether it fits
 
-def test_a_run_must_fit_the_memory_and_the_context(saved, monkeypatch, encoding):
+def test_a_run_must_fit_the_memory(saved, monkeypatch, encoding):
     """It is refused before there is memory for it; only to answer takes the weights alone."""
     model, free = pretrained.without_memory(saved), []
     monkeypatch.setattr(pretrained, "free_memory", lambda device: free[-1])
@@ -378,10 +380,6 @@ def test_a_run_must_fit_the_memory_and_the_context(saved, monkeypatch, encoding)
         free.append(need - 1)
         with pytest.raises(UserError, match="this needs about .* lower --micro_tokens"):
             pretrained.load_model(saved, cfg, encoding, longest)
-    free.append(math.inf)
-    pretrained.check_room(model, CFG, 56)
-    with pytest.raises(UserError, match="57 tokens and --max_new 8 do not fit .* context of 64"):
-        pretrained.check_room(model, CFG, 57)
     monkeypatch.undo()
     assert pretrained.trained_model(with_(init=str(saved), max_new=1000))[1].cfg == model.cfg
 

@@ -231,11 +231,7 @@ def open_run(cfg, checkpoint, data):
     files.write_whole(folder / "run.json", json.dumps(record, indent=1))
     for name, size in zip(files.LOGS, (checkpoint.metrics, checkpoint.samples)):
         with open(folder / name, "ab+") as f:
-            if f.tell() < size:
-                print0(f"note: {folder / name} has lost lines since the checkpoint was written")
-                f.seek(0)
-                size = f.read().rfind(b"\n") + 1
-            f.truncate(size)
+            f.truncate(min(f.tell(), size))     # somebody may have shortened it
 
 # -------------------------------------------------------------- a run's tensors
 

@@ -129,7 +129,7 @@ resume that resets the reference | run/checkpoint.py | checkpoint data_flow orac
 resume without the critic | run/checkpoint.py | oracle -k any_two
     into.copy_(x  =>  name.startswith("critic.") or into.copy_(x
 lines are logged twice after a resume | run/checkpoint.py | end_to_end -k killed
-    f.truncate(size)  =>  pass
+    f.truncate(min(f.tell(), size))  =>  pass
 the checkpoint is written in place | run/files.py | files checkpoint
     beside = path.with_name(path.name + ".tmp")  =>  beside = path
 truncated completions vote | run/report.py | end_to_end -k vote

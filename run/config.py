@@ -41,13 +41,10 @@ def sections(config):
     return {heading: helps for heading, helps in found.items() if helps}
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but an error is a UserError, and stdout may be a closed pipe."""
+    """argparse, but an error is a UserError."""
 
     def error(self, message):
         raise UserError(f"{message}; see --help")
-
-    def print_help(self, file=None):
-        print0(self.format_help())
 
 def read(config, about, argv):
     """A command line as MODES, of which at most one is set, and a dict of the settings."""

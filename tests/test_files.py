@@ -429,7 +429,6 @@ def test_nobody_reads(stream, again, monkeypatch, capfd):
                 stream.close()
     into(stream(), None, "--resume", "--steps", "3", "--out", str(again))
     assert checkpoint.load(again, Config)[1].step == 3
-    assert into(stream(), None, "--help") == 0
     assert into(None, stream(), "--group", "0") == into(stream(), None, "--group", "0") == 2
 
 

@@ -18,7 +18,6 @@ END = "<|endoftext|>"
 FRAME = "chat_frame.json"       # in a run's folder: the text around its prompts
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
          "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", FRAME)
-MORE = "additional_chat_templates"
 NOT_BYTE_LEVEL = ("its tokenizer is not a byte-level BPE without a prefix space, as of GPT-2, "
                   "Llama 3 or Qwen; SentencePiece, as of Llama 2 and Mistral 7B, is not supported")
 BYTES = list(range(33, 127)) + list(range(161, 173)) + list(range(174, 256))     # printable bytes
@@ -101,12 +100,6 @@ class Encoding(tiktoken.Encoding):
             ids += pieces if kind is int else self.encode_ordinary("".join(pieces))
         return ids
 
-    def decode_single_token_bytes(self, token):
-        """The bytes of a token, also of one that no text has but a model may sample."""
-        if token in self.unmade:
-            return self.unmade[token]
-        return super().decode_single_token_bytes(token)
-
     def encode_demonstration(self, text):
         """Ids of what the policy is to say, special tokens included, and the end token."""
         return self.encode_framed(text, "", "") + [self.end]
@@ -116,7 +109,7 @@ class Encoding(tiktoken.Encoding):
         or only pads the model's vocabulary, none."""
         if token in self.silent or token not in self.known:
             return b""
-        return self.decode_single_token_bytes(token)
+        return self.unmade.get(token) or self.decode_single_token_bytes(token)
 
 def byte_encoding():
     """Ids 0-255 for the bytes and 256 for END; needs no download."""
@@ -136,8 +129,7 @@ def load_encoding(folder, chat="auto", system=""):
     """The tokenizer in a folder, with the frame for `chat` and `system`; UserError unless it
     is a byte-level BPE."""
     folder = Path(folder)
-    names = (*FILES, *(f"{MORE}/{path.name}" for path in (folder / MORE).glob("*.jinja")))
-    files = {x: fetched(folder / x).read_bytes() for x in names if (folder / x).is_file()}
+    files = {x: fetched(folder / x).read_bytes() for x in FILES if (folder / x).is_file()}
     if "tokenizer.json" not in files:
         if "vocab.json" in files:
             raise UserError(f"{folder} has vocab.json, but no tokenizer.json: transformers' "

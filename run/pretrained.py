@@ -247,9 +247,9 @@ def save(model, folder, files=()):
     """Writes a model in the layout that was loaded, and `files` (name to bytes). In float32:
     bfloat16 would round most updates away."""
     folder, hf = Path(folder), config_json(model)
+    folder.mkdir(parents=True, exist_ok=True)
     hf |= {key: "float32" for key in ("dtype", "torch_dtype") if hf.get(key)}
     for name, content in {"config.json": json.dumps(hf, indent=2), **dict(files)}.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)   # a template's is a subfolder
         write_whole(folder / name, content)
     parameters, tensors = dict(model.named_parameters()), {}
     for name, parts in file_names(hf, parameters).items():

@@ -289,8 +289,7 @@ def test_a_word_that_no_merge_makes(tmp_path):
 
 def test_what_other_programs_read_of_a_tokenizer_is_kept(model_folder):
     names = ["special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-             "generation_config.json", "additional_chat_templates/x.jinja"]
-    (model_folder / "additional_chat_templates").mkdir()
+             "generation_config.json"]
     for name in names:
         (model_folder / name).write_text("{}")
     kept = load_encoding(model_folder, "none").files

@@ -20,7 +20,8 @@ TEACHER = "out/arithmetic"
 
 
 def tokens(encoding):
-    return {i: encoding.decode_single_token_bytes(i) for i in encoding.known}
+    known = encoding.known - encoding.unmade.keys()
+    return encoding.unmade | {i: encoding.decode_single_token_bytes(i) for i in known}
 
 
 def new_agent(cfg, task, encoding, policy, saved=None):

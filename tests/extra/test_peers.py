@@ -284,10 +284,9 @@ def test_prompts_are_those_of_apply_chat_template(name, tmp_path):
     (CHATML, {}),
     ([dict(name="rag", template="{{ 1 }}"), dict(name="default", template=CHATML)], {}),
     ("{{ 1 }}", {"chat_template.jinja": CHATML}),
-    (None, {"chat_template.jinja": CHATML, "additional_chat_templates/rag.jinja": "{{ 1 }}"})])
+    (None, {"chat_template.jinja": CHATML})])
 def test_where_a_template_may_stand_and_that_a_run_keeps_it(template, files, tmp_path):
     chat_tokenizer(CHATML, tmp_path / "a", chat_template=template)
-    (tmp_path / "a/additional_chat_templates").mkdir()
     for name, text in files.items():
         (tmp_path / "a" / name).write_text(text)
     pretrained.save(tiny_model(), tmp_path / "b", load_encoding(tmp_path / "a").files)

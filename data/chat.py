@@ -11,7 +11,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from data import UserError
 
-LONGEST = 100_000       # characters around a prompt
 BARE = "; use --chat none to send bare prompts"
 FAILURES = (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError,
             AttributeError, RuntimeError, SyntaxError, MemoryError)
@@ -32,11 +31,6 @@ class Frame:
     reply_before: str = ""  # the text before a reply, from the end of that turn
     reply_after: str = ""   # the text after it; both "": the template has no place for a reply
 
-    def __post_init__(self):
-        if [*map(type, vars(self).values())] != [*type(self).__annotations__.values()]:
-            raise UserError("its chat_frame.json has a value of the wrong type: delete the file to "
-                            "have it rebuilt")
-
 def frame_of(template, tokens, special, chat="auto", system=""):
     """The Frame of a template with the variables `tokens`; `special`: names of special tokens.
     Raises UserError if it fails, or does not support what is requested."""
@@ -50,8 +44,6 @@ def frame_of(template, tokens, special, chat="auto", system=""):
         shown = [x.join([before, *after]) for x in (padded, PROMPT)]
         if len(after) != 1 or (full := render(*asked, ("user", padded))) not in shown:
             raise UserError("its chat template must insert the prompt once, unchanged" + BARE)
-        if len(full) > LONGEST:
-            raise UserError(f"its chat template adds {len(full):,} characters to a prompt" + BARE)
         bare = render(("user", PROMPT))
         if system and (bare == shown[1] or any(name in system for name in special)):
             raise UserError("--system has a special token, or its chat template ignores it")

@@ -532,7 +532,6 @@ def test_special_tokens_of_a_text_are_text(tmp_path):
         ("RecursionError", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"),
         ("SecurityError", "{{ messages.append(1) }}"),
         ("SecurityError", "{{ strftime_now.__self__.year }}"))),
-    ("adds 200,", "{{ 'a' * 200000 }}" + CHAT, {}),
     ("template ignores it", "{{ messages[-1].content }}", BRIEF),
     ("has no enable_thinking", "{{ messages[-1].content }}", dict(chat="no_think")),
     ("need a chat", CHAT, dict(chat="none") | BRIEF), ("need a chat", None, dict(chat="think")),
@@ -657,7 +656,7 @@ def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
     assert said == run(capsys, *RUN, 0, "--init", bare, "--out", after) == []       # as it is
     assert load_encoding(bare, "think").frame.after.endswith("True")
     (out / "chat_frame.json").write_text('{"before": 1}')
-    with pytest.raises(UserError, match="wrong type"):
+    with pytest.raises(UserError, match="cannot read its tokenizer"):
         load_encoding(out)
 
 

@@ -272,8 +272,7 @@ GOOD = b'{"question": "q", "answer": "#### 1"}'
     ("'question' must be a string", [b'{"question": 1, "answer": "#### 1"}', b"{}"]),
     ("to_json", [b"PAR1\x15\x98"]),
     ("'answer' must be a string", [b'{"question": "q"}']), ("#### n", [GOOD.replace(b"#", b"")]),
-    ("#### n", [GOOD.replace(b"1", x) for x in (b"9" * 5000, b"1 or 2")]),
-    ("surrogates", [GOOD.replace(b'q"', b'\\ud800"')])])
+    ("#### n", [GOOD.replace(b"1", x) for x in (b"9" * 5000, b"1 or 2")])])
 def test_a_bad_line_of_a_file_is_named(tmp_path, why, lines):
     path = tmp_path / "rows.jsonl"
     for line in lines:
@@ -281,9 +280,8 @@ def test_a_bad_line_of_a_file_is_named(tmp_path, why, lines):
         with pytest.raises(UserError, match=rf"--train .*rows.jsonl, line 3: .*{why}") as e:
             gsm8k.problems(str(path))
         assert len(str(e.value)) < 500
-    for given, why in ((rows_in(tmp_path), "is empty"), ("", "needs --test FILE")):
-        with pytest.raises(UserError, match=why):
-            gsm8k.problems(given)
+    with pytest.raises(UserError, match="needs --test FILE"):
+        gsm8k.problems()
 
 
 # ---------- countdown

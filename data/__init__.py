@@ -93,15 +93,18 @@ def import_file(path, name=""):
 
 # -------------------------------------------------------------------- the tasks
 
-def task_file(name):
-    """data/<name>.py, or `name` itself if it is a path."""
-    return Path(__file__).parent / f"{name}.py" if name.isidentifier() else Path(name).expanduser()
+def file_of(name, folder):
+    """The path of a .py file: `name` itself, or <name>.py in a folder; None if it is neither."""
+    if name.endswith(".py"):
+        return Path(name).expanduser()
+    path = folder / f"{name}.py"
+    return path if name.isidentifier() and path.is_file() else None
 
 def load_task(name):
     """The module of a task: data/<name>.py, or a path that ends in .py, with all it must have."""
-    name = str(name)
-    here, path = Path(__file__).parent, task_file(name)
-    if not name.endswith(".py") and not (name.isidentifier() and path.is_file()):
+    here = Path(__file__).parent
+    path = file_of(str(name), here)
+    if path is None:
         known = sorted(p.stem for p in here.glob("*.py") if "\nDEFAULTS = " in p.read_text("utf-8"))
         raise UserError(f"no task {name!r}: choose {', '.join(known)} or the path of a .py file")
     if path.parent == here:

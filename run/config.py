@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, get_args, get_origin
 
-from data import UserError, call, import_file, load_task
+from data import UserError, call, file_of, import_file, load_task
 from run import files
 from run.terminal import print0
 
@@ -203,11 +203,6 @@ VARIANTS = Path(__file__).parent.parent / "experiments" / "variants"
 REPLACED = {}  # what the algorithm in use has replaced in grpo.py, by name
 FIXED = {}     # the settings that it does not use, or not otherwise, and their values
 
-def file_of(algo):
-    """The file of an algorithm, or None."""
-    path = Path(algo).expanduser() if algo.endswith(".py") else VARIANTS / f"{algo}.py"
-    return path if algo.endswith(".py") or algo.isidentifier() and path.is_file() else None
-
 def algorithm(algo, rows, grpo):
     """The settings of an algorithm: its row, or SETTINGS of its file, which is executed, and puts
     its functions in `grpo`, in place of an earlier file's."""
@@ -217,7 +212,7 @@ def algorithm(algo, rows, grpo):
     algo = str(algo)
     if algo in rows:
         return rows[algo]
-    path = file_of(algo)
+    path = file_of(algo, VARIANTS)
     if path is None:
         names = [*rows, *sorted(path.stem for path in VARIANTS.glob("*.py"))]
         meant = near(algo.lower(), names, 0.9)
@@ -257,7 +252,7 @@ def check_used(cfg, task):
     if cfg.ratio == "sequence" and of_tokens and "importance_ratio" not in REPLACED:
         raise UserError("--ratio sequence would give each token its row's mean advantage: take "
                         "--algo gspo_token")
-    if file_of(cfg.algo):
+    if file_of(cfg.algo, VARIANTS):
         print0(f"--algo {cfg.algo} replaces {', '.join(REPLACED) or 'nothing'} in grpo.py")
     uses = dict(beta=cfg.applies_kl, estimator=cfg.kl != "none", lam="value" in cfg.baseline,
                 critic="value" in cfg.baseline, n_layer=not cfg.init, n_embd=not cfg.init,

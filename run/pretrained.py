@@ -295,12 +295,6 @@ def load_model(where, cfg, encoding, longest=0):
     check_room(model, cfg, longest)
     return to_device(load(where), cfg)
 
-def trained_model(cfg):
-    """The tokenizer and the model in --init, or in the run's own folder."""
-    where = cfg.init or cfg.folder
-    encoding = encoding_of(cfg, where)
-    return encoding, load_model(where, cfg, encoding)
-
 def model_of(hf, cfg, longest):
     """A model of a config.json's dict, with uninitialised weights."""
     model = of_config(hf)

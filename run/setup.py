@@ -182,7 +182,9 @@ def make_ready(agent, saved):
 def trained_model(cfg):
     """The task, the tokenizer and the model in --init or --out."""
     dist.start(cfg)
-    return load_task(cfg.task), *pretrained.trained_model(cfg)
+    where = cfg.init or cfg.folder
+    encoding = pretrained.encoding_of(cfg, where)
+    return load_task(cfg.task), encoding, pretrained.load_model(where, cfg, encoding)
 
 def ask(agent, question, sample):
     """A question, as a problem with a prompt alone, and its greedy completion, as text."""

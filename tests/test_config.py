@@ -11,7 +11,7 @@ from conftest import chat_folder, tiny_model
 import grpo
 import model
 from data import UserError, arithmetic, load_task
-from run import config, dist, passes, pretrained
+from run import config, dist, passes, pretrained, setup
 from run.pretrained import frozen
 
 
@@ -338,4 +338,4 @@ def test_dropout_is_on_in_a_fit_alone(tmp_path):
     assert seen == [True] * 3 and not module[1].training
     for name in ("init", "out"):
         cfg = grpo.Config(**{name: str(chat_folder(tmp_path))}, chat="none")
-        assert not pretrained.trained_model(cfg)[1].training
+        assert not setup.trained_model(cfg)[2].training

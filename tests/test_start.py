@@ -381,7 +381,8 @@ def test_a_run_must_fit_the_memory(saved, monkeypatch, encoding):
         with pytest.raises(UserError, match="this needs about .* lower --micro_tokens"):
             pretrained.load_model(saved, cfg, encoding, longest)
     monkeypatch.undo()
-    assert pretrained.trained_model(with_(init=str(saved), max_new=1000))[1].cfg == model.cfg
+    cfg = with_(task="arithmetic", init=str(saved), max_new=1000)
+    assert setup.trained_model(cfg)[2].cfg == model.cfg
 
 
 def test_free_memory_is_what_the_system_says(monkeypatch):

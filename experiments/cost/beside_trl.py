@@ -28,7 +28,7 @@ import grpo  # noqa: E402
 from data import load_task  # noqa: E402
 from experiments import results  # noqa: E402
 from experiments.cost.speed import for_trl, new_trainer  # noqa: E402
-from run import config, pretrained, report  # noqa: E402
+from run import config, pretrained, report, setup  # noqa: E402
 
 FOUND = ROOT / "out" / "beside_trl"
 JOBS = {"arithmetic": dict(init="data/warm_start", micro_tokens=2048),
@@ -45,7 +45,7 @@ class Watched:
         self.cfg = cfg = grpo.make_config(**JOBS[job] | settings, device="cpu")
         self.task, self.job = load_task(cfg.task), job
         self.problems, self.held_out = config.problems_of(self.task, cfg)
-        self.agent = grpo.new_agent(cfg, self.task, *pretrained.trained_model(cfg))
+        self.agent = grpo.new_agent(cfg, self.task, *setup.trained_model(cfg)[1:])
         self.seconds, self.points = [], []
         self.measure(0)
 

@@ -34,7 +34,7 @@ import grpo  # noqa: E402
 import reward  # noqa: E402
 from data import load_task  # noqa: E402
 from experiments import results  # noqa: E402
-from run import config, dist, passes, pretrained  # noqa: E402
+from run import config, dist, passes, setup  # noqa: E402
 from run.device import device_of, dtype_of, prepare  # noqa: E402
 
 # lr: so small that all keep their initial model, and with it the lengths
@@ -60,7 +60,7 @@ def new(size, who):
     if "TRL" in who:
         rows = cfg.prompts * cfg.group
         return with_trl(cfg, task, problems, PARTS[size] if "parts" in who else rows)
-    agent = grpo.new_agent(cfg, task, *pretrained.trained_model(cfg))
+    agent = grpo.new_agent(cfg, *setup.trained_model(cfg))
 
     def turn(step):
         batch, stats = grpo.train_step(agent, problems, step)

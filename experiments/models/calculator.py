@@ -126,10 +126,10 @@ def measured(place, seed):
     """For products and sums, greedily and sampled: the share of right answers, the calls per
     problem, the share of calls that the calculator can evaluate, and three episodes."""
     import grpo
-    from run import dist, pretrained
+    from run import dist, setup
     cfg = grpo.make_config(task=__file__, init=str(place), seed=seed, dtype="bfloat16",
                            max_new=ROOM)
-    agent = grpo.Agent(cfg, sys.modules[__name__], *pretrained.trained_model(cfg))
+    agent = grpo.Agent(cfg, sys.modules[__name__], *setup.trained_model(cfg)[1:])
     held_out, found = problems()[1], {}
     for sign, (kind, *_) in KINDS.items():
         own = [problem for problem in held_out if sign in problem.prompt]

@@ -11,7 +11,7 @@ import grpo
 from data import UserError
 from grpo import new_agent as of_student
 from grpo import rollout as of_task
-from run import pretrained
+from run import setup
 
 SETTINGS = dict(baseline="none", adv_scale="none", kl="none", loss_mean="token",
                 clip_low=1e9, clip_high=1e9)
@@ -26,7 +26,7 @@ def tokens(encoding):
 
 def new_agent(cfg, task, encoding, policy, saved=None):
     agent = of_student(cfg, task, encoding, policy, saved)
-    its_encoding, agent.teacher = pretrained.trained_model(replace(cfg, init=TEACHER))
+    _, its_encoding, agent.teacher = setup.trained_model(replace(cfg, init=TEACHER))
     larger = policy.cfg.vocab_size > agent.teacher.cfg.vocab_size
     if larger or tokens(its_encoding) != tokens(encoding):
         raise UserError(f"{TEACHER}: the teacher's vocabulary is not the student's")

@@ -47,7 +47,7 @@ def test_the_warm_start_in_data():
     where = Path(arithmetic.START)
     assert sum(path.stat().st_size for path in where.iterdir()) <= 8e6
     cfg = grpo.make_config(dtype="float32")
-    agent = grpo.Agent(cfg, arithmetic, *pretrained.trained_model(cfg))
+    agent = grpo.Agent(cfg, *setup.trained_model(cfg))
     assert f"# before RL\n{setup.ask(agent, '47*58=', grpo.sample)}\n$" in README
 
 

@@ -86,8 +86,7 @@ class Encoding(tiktoken.Encoding):
         """Ids of a reply after a stop token, as a message of the chat template, if there is one."""
         before, after = self.frame.reply_before, self.frame.reply_after
         if self.frame.chat not in ("", "none") and not before + after:
-            raise UserError(f"{self.name}: its chat template has no place for a reply, or {FRAME} "
-                            f"is older than replies: delete it to have it rebuilt{BARE}")
+            raise UserError(f"{self.name}: its chat template has no place for a reply{BARE}")
         return self.encode_framed(before, text, after)
 
     def encode_framed(self, before, text, after):
@@ -131,11 +130,8 @@ def load_encoding(folder, chat="auto", system=""):
     folder = Path(folder)
     files = {x: fetched(folder / x).read_bytes() for x in FILES if (folder / x).is_file()}
     if "tokenizer.json" not in files:
-        if "vocab.json" in files:
-            raise UserError(f"{folder} has vocab.json, but no tokenizer.json: transformers' "
-                            f"AutoTokenizer writes one, by save_pretrained")
-        raise UserError(f"no tokenizer.json in {folder}: hf download NAME --local-dir FOLDER "
-                        f"fetches a model")
+        raise UserError(f"no tokenizer.json in {folder}: transformers' AutoTokenizer writes one, "
+                        f"by save_pretrained")
     try:
         hf, about, *others = (read_json(files.get(name, b"{}"), name) for name in FILES[:3])
         others.append(read_json(fetched(folder / "config.json").read_bytes(), "config.json"))

@@ -71,7 +71,7 @@ NAMES = ("pass@1", "pass", "maj", "x@y", "turns", "greedy", "reward_seconds", "s
     ("demonstration", ["None", "['a']"], "the demonstration of the prompt '2?' must be a string"),
     ("reply", ["7", "['a']", "0.5"], "the reply to the prompt '2?' must be a string or None"),
     ("steps", ["None", "((1, True),)"], "must be a list of (end, truth)"),
-    ("steps", ["[(len(said), 1)]"], "must be [] for an empty completion"),
+    ("steps", ["[(len(said), 1)]"], "integer ends that never decrease, here from 1 to 0"),
     ("steps", ["[1]", "[(1, True, 2)]"], "must be pairs (end, truth)"),
     ("steps", [f"[({x}, 1)]" for x in ("True", "1.0", "0", "3", "None")], "here from 1 to 2"),
     ("steps", ["[(2, 1), (1, 1)]"], "integer ends that never decrease, here from 2 to 2"),

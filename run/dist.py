@@ -51,9 +51,9 @@ def largest(n):
 def numbered(groups):
     """The numbers of this rank's rows, of numbered groups (B,), among those of all ranks, and how
     many there are. Groups belong to the ranks in turn."""
-    turns = [of_one * ranks() + i for i, of_one in enumerate(gather(groups))]
-    number = torch.cat(turns).argsort(stable=True).argsort()
-    return number.split([*map(len, turns)])[rank()], len(number)
+    gathered = gather(groups)
+    number = torch.cat(gathered).argsort(stable=True).argsort()
+    return number.split([*map(len, gathered)])[rank()], len(number)
 
 def mean_and_std(x):
     """Mean and std of x (n,) over all ranks, without Bessel's correction."""

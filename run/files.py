@@ -78,14 +78,7 @@ def keep_previous(folder):
 def about(folder):
     """What run.json says of the run in a folder: `config`, `data` ...; {} if there is none."""
     path = Path(folder) / "run.json"
-    if not path.exists():
-        return {}
-    found = {"config": {}, "data": {}} | read_json(path.read_bytes(), path)
-    settings, data = found["config"], found["data"]
-    if not (isinstance(settings, dict) and isinstance(data, dict)
-            and isinstance(settings.setdefault("task_args", {}), dict)):
-        raise UserError(f"{path} is not of a run")
-    return found
+    return read_json(path.read_bytes(), path) if path.exists() else {}
 
 def clear_up(folder):
     """Removes what interrupted saves have left: `replacing`'s files, and safetensors' own."""

@@ -37,8 +37,6 @@ class GPTConfig:
         self.head_size = self.head_size or self.n_embd // self.n_head
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
-        if self.positions == "rope" and self.head_size % 2:
-            raise ValueError(f"RoPE needs an even head size, not {self.head_size}")
 
 def for_products(x):
     """x in autocast's dtype: cast once, not in each product that reads it."""
@@ -145,7 +143,7 @@ class Attention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:        # both in one go: fewer kernels
             heads = rotate(torch.cat((q, k), 2), *rope)
-            q, k = heads.split((H, K), 2)
+            q, k = heads.split(self.heads, 2)
         y = layout.attend(q, k, v, cache)                               # (B, T, H, D)
         return self.o_proj(y.flatten(2))
 
@@ -210,15 +208,16 @@ class GPT(nn.Module):
         self.shared_prefixes = True         # in training; read in run/passes.py
         self.most_logits = 2 ** 28  # at a time
         norm = nn.RMSNorm if cfg.norm == "rms" else nn.LayerNorm
-        self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+        C = cfg.n_embd
+        self.embed_tokens = nn.Embedding(cfg.vocab_size, C)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
-        self.norm = norm(cfg.n_embd, cfg.norm_eps)
+        self.norm = norm(C, cfg.norm_eps)
         if cfg.positions == "learned":
-            self.embed_positions = nn.Embedding(cfg.block_size, cfg.n_embd)
+            self.embed_positions = nn.Embedding(cfg.block_size, C)
         if not cfg.tied:
-            self.lm_head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+            self.lm_head = nn.Linear(C, cfg.vocab_size, bias=False)
         self.precompute_rope()
-        std = (2 / (5 * cfg.n_embd)) ** 0.5             # GPT-2's 0.02 at width 1000
+        std = (2 / (5 * C)) ** 0.5                      # GPT-2's 0.02 at width 1000
         into_residual = std * (2 * cfg.n_layer) ** -0.5
         for name, m in self.named_modules():
             if name.endswith(("o_proj", "down_proj")):
@@ -313,16 +312,17 @@ def token_logps(gpt, ids, mask, temperature, critic=None, layout_of=Rows):
     ids = ids.cpu()  # for the layout
     mask = mask.cpu()
     before = ids[:, :-1]
+    device = gpt.device
     layout = layout_of(gpt, before, mask[:, 1:])
     at = mask[:, 1:].flatten().nonzero()[:, 0]              # the m sampled tokens
     scored, tokens, index = layout.once(at, ids[:, 1:].flatten()[at])
     h = gpt(before, layout=layout)                                                # (B, T - 1, C)
-    states = F.embedding(send(scored, gpt.device), h.flatten(0, 1))
-    logp = gpt.logps(states / temperature, send(tokens, gpt.device))              # (n,)
-    logp = logp.index_select(0, send(index, gpt.device))                          # (m,)
-    logp = logp.new_zeros(before.numel()).index_copy(0, send(at, gpt.device), logp)
+    states = F.embedding(send(scored, device), h.flatten(0, 1))
+    logp = gpt.logps(states / temperature, send(tokens, device))                  # (n,)
+    logp = logp.index_select(0, send(index, device))                              # (m,)
+    logp = logp.new_zeros(before.numel()).index_copy(0, send(at, device), logp)
     logp = F.pad(logp.view_as(before), (1, 0))              # column t belongs to token t
     if critic is None:
         return logp, None
     value = F.pad(critic(before, layout, h), (1, 0))
-    return logp, torch.where(send(mask, gpt.device), value, 0)
+    return logp, torch.where(send(mask, device), value, 0)

@@ -3,14 +3,14 @@
     Numbers 3, 7, 25: make 46   ->   25+3*7
 
 Problems are generated, so that each has a solution. The reward is TinyZero's: 0.1 for an answer in
-tags, 1 for a right one.
+tags, 1 for a right one. Nothing is demonstrated: it needs a model, --init FOLDER.
 """
 import random
 from fractions import Fraction
 from typing import NamedTuple
 
 from data import UserError
-from data.answers import NUMERAL, evaluate, steps, tagged  # noqa: F401, re-exports steps
+from data.answers import NUMERAL, OPERATORS, evaluate, steps, tagged  # noqa: F401, for others
 
 # For a model of 0.5 billion parameters on a 24 GB GPU.
 DEFAULTS = dict(steps=500, prompts=16, group=16, max_new=384, lr=1e-6, minibatches=2,
@@ -25,7 +25,6 @@ class Problem(NamedTuple):
     prompt: str
     numbers: tuple
     target: int
-    solution: str
 
 def problems(difficulty=3):
     """Training and held-out problems of `difficulty` numbers; the same for every seed."""
@@ -34,31 +33,21 @@ def problems(difficulty=3):
     rng, unique = random.Random(0), {}
     for _ in range(DRAWS):
         numbers = tuple(sorted(rng.randrange(1, 100) for _ in range(difficulty)))
-        target, solution = expression(numbers, rng)
+        target = reached(numbers, rng)
         if target.denominator == 1 and 10 <= target <= 99 and (numbers, target) not in unique:
             shown = ", ".join(map(str, rng.sample(numbers, len(numbers))))
-            unique[numbers, target] = Problem(PROMPT.format(shown, target), numbers, int(target),
-                                              solution)
+            unique[numbers, target] = Problem(PROMPT.format(shown, target), numbers, int(target))
     drawn = list(unique.values())
     return drawn[HELD_OUT:], drawn[:HELD_OUT]
 
-def expression(numbers, rng):
-    """A random expression that uses each of the numbers once: its value and its text."""
-    values = [(Fraction(n), str(n)) for n in numbers]
+def reached(numbers, rng):
+    """The value of a random expression that uses each of the numbers once."""
+    values = [*map(Fraction, numbers)]
     while len(values) > 1:
-        (a, left), (b, right) = (values.pop(rng.randrange(len(values))) for _ in range(2))
-        sign = rng.choice("+-*/" if b else "+-*")
-        value = a + b if sign == "+" else a - b if sign == "-" else a * b if sign == "*" else a / b
-        values.append((value, f"({left}{sign}{right})"))
-    value, text = values[0]
-    return value, text[1:-1]
-
-def demonstration(problem, rng):
-    """Up to three expressions that miss the target, as attempts, then a solution."""
-    tried = [expression(problem.numbers, rng) for _ in range(rng.randrange(4))]
-    lines = [f"{text}={value}" for value, text in tried if value != problem.target]
-    working = "\n".join([*dict.fromkeys(lines), f"{problem.solution}={problem.target}"])
-    return f"<think>\n{working}\n</think>\n<answer>{problem.solution}</answer>"
+        a, b = (values.pop(rng.randrange(len(values))) for _ in range(2))
+        _, operate = OPERATORS[rng.choice("+-*/" if b else "+-*")]
+        values.append(operate(a, b))
+    return values[0]
 
 def answer(completion):
     """The expression in the last answer tags, or ""."""

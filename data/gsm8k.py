@@ -16,12 +16,10 @@ from data.answers import boxed, last_number, one_number, steps  # noqa: F401, re
 DEFAULTS = dict(steps=500, prompts=16, group=16, max_new=384, lr=1e-6, minibatches=2,
                 save_every=50)
 
-# As in Qwen2.5's own evaluations: Qwen2.5-Coder-0.5B solves 20 % so, and 7.5 % if asked for tags.
-PROMPT = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-
 def prompt(question):
-    """A question with the instructions, as it is sent to the model; of --ask, too."""
-    return PROMPT.format(question)
+    """A question as it is sent to the model, also by --ask, and in Qwen2.5's own evaluations: so
+    Qwen2.5-Coder-0.5B solves 20 %, but 7.5 % if asked for tags."""
+    return question + "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 WANTED = ("each line must be a JSON object with question and answer; of a parquet file "
           "pandas.read_parquet(FILE).to_json(NEW, orient='records', lines=True) makes such lines")
@@ -56,7 +54,7 @@ def read(path, flag):
     return rows
 
 def problem_of(row):
-    """The problem in a line's JSON; some exception for another format."""
+    """The problem in a line's JSON; an exception for another format."""
     solution, mark, answer = row["answer"].rpartition("####")
     number = one_number(answer)
     if not mark or number is None:

@@ -113,8 +113,6 @@ def scaled_rope(cfg, given):
         return x
 
     kind = given.get("rope_type", given.get("type", "default"))
-    if not 1 < cfg.rope_theta < math.inf:
-        raise UserError(f"rope_theta must be a number over 1, not {cfg.rope_theta}")
     if kind == "default":
         return ()
     if kind not in ("linear", "llama3"):
@@ -126,8 +124,6 @@ def scaled_rope(cfg, given):
         return tuple((inv_freq / factor).tolist())
     # Divides those whose period is long for the original context.
     low, high = number("low_freq_factor"), number("high_freq_factor")
-    if low >= high:
-        raise UserError(f"rope scaling: low_freq_factor {low} must be less than high_freq_factor")
     turns = number(CONTEXT, cfg.block_size) * inv_freq / (2 * torch.pi)
     kept = (turns - low) / (high - low)
     return tuple(torch.lerp(inv_freq / factor, inv_freq, kept.clamp(0, 1)).tolist())

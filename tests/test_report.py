@@ -177,7 +177,8 @@ def test_of_many_shares_the_first_and_the_last_are_shown():
     found = {f"{kind}@{k}": k / 100 for k in (1, 2, 16, 8) for kind in ("pass", "maj")}
     del found["maj@1"]
     said = report.percentages({"greedy": 0.5} | found | {"lenient@1": 0.6, "held_out": 70})
-    assert said == "greedy 50.0%  pass@1 1.0%  pass@16 16.0%  maj@16 16.0%  lenient@1 60.0%  of 70 problems"
+    assert said == ("greedy 50.0%  pass@1 1.0%  pass@16 16.0%  maj@16 16.0%  lenient@1 60.0%  "
+                    "of 70 problems")
 
 
 @pytest.mark.parametrize("settings, noted", [

@@ -30,8 +30,8 @@ from run.report import majority_at, pass_at
 P, Q, TWO = (Problem(f"{a}*{b}=", str(a * b)) for a, b in ((47, 58), (13, 12), (2, 3)))
 WORK = "\n47*50=2000+350=2350\n47*8=320+56=376\n2350+376=2600+126=2726"
 HONEST = "\n13*10=130\n13*2=26\n130+26=156"
-FIVE, MAKE = gsm8k.Problem("", "5", ""), countdown.Problem("", (3, 7, 25), 46, "")
-SUMS_TO_5 = countdown.Problem("", (2, 3), 5, "")
+FIVE, MAKE = gsm8k.Problem("", "5", ""), countdown.Problem("", (3, 7, 25), 46)
+SUMS_TO_5 = countdown.Problem("", (2, 3), 5)
 SUM = sums.Problem("7 + 12", "19", "")
 
 
@@ -294,19 +294,13 @@ def test_countdown():
     keys = {(p.numbers, p.target) for p in train + held_out}
     assert len(keys) == len(train) + len(held_out) > 2000 and len(held_out) == 500
     assert {p.target for p in train} == {*range(10, 100)}
-    tried = set()
     for p in train[:200]:
         *shown, target = map(int, re.findall(r"[0-9]+", p.prompt.partition(".")[0]))
         assert sorted(shown) == [*p.numbers] and target == p.target and len(shown) == 3
-        said = countdown.demonstration(p, random)
-        assert countdown.reward(p, said) == {"correct": 1.0, "format": 0.1}
-        *misses, last = said.splitlines()[1:-2]
-        assert last == f"{p.solution}={p.target}" and len({*misses}) == len(misses)
-        for text, value in [line.split("=") for line in misses]:
-            assert evaluate(text) == evaluate(value) != p.target
-            assert sorted(map(int, re.findall(r"\d+", text))) == [*p.numbers]
-        tried.add(len(misses))
-    assert tried == {0, 1, 2, 3}
+        made = [form.format(*x) for form in ("{}{}{}{}{}", "({}{}{}){}{}", "{}{}({}{}{})")
+                for a, b, c in itertools.permutations(shown)
+                for x in itertools.product([a], "+-*/", [b], "+-*/", [c])]
+        assert target in map(evaluate, made)
 
 
 @pytest.mark.parametrize("module, n", [
@@ -323,7 +317,7 @@ def test_difficulties(module, n):
     ((3, 4, 25), 37, 0, "3*4+025|3.0*4+25"), ((3, 5), 15, 0, "３*5|3*5 or 5*3")])
 def test_countdown_wants_each_number_once(numbers, target, correct, texts):
     for text in texts.split("|"):
-        parts = countdown.reward(countdown.Problem("", numbers, target, ""), answered(text))
+        parts = countdown.reward(countdown.Problem("", numbers, target), answered(text))
         assert parts == {"correct": correct, "format": 0.1}, text
 
 

@@ -327,11 +327,13 @@ def test_without_old_log_probabilities_the_ratio_is_1(kl):
 
 @mark.parametrize("others", [False, True])
 @mark.parametrize("given", [
-    {}, dict(baseline="value"), dict(dtype="bfloat16"), dict(dtype="bfloat16", epochs=2),
-    dict(dtype="bfloat16", minibatches=2)], ids=str)
+    {}, dict(minibatches=2), dict(baseline="value"), dict(baseline="value", epochs=2),
+    dict(kl="reward"), dict(kl="reward", minibatches=2), dict(dtype="bfloat16"),
+    dict(dtype="bfloat16", epochs=2), dict(dtype="bfloat16", minibatches=2)], ids=str)
 def test_the_old_log_probabilities(given, others, monkeypatch, encoding):
-    """As sampled or, in bfloat16 or with a critic, a pass's over the sampler's weights; none with
-    one update. Sampled ones are 5e-5 too small; 3 those of others, which a Batch may keep."""
+    """As sampled or, in bfloat16, with a critic or a KL in the reward, a pass's over the sampler's
+    weights; none with one update. Sampled ones are 5e-5 too small; 3 those of others, which a
+    Batch may keep. A KL that is 0 is no penalty, to the last bit."""
     def collect(*x, own=grpo.collect):
         batch = own(*x)
         batch.logp = batch.logp - 5e-5 * batch.mask
@@ -345,8 +347,13 @@ def test_the_old_log_probabilities(given, others, monkeypatch, encoding):
         agent.sampler.norm.weight.data *= 1.01
     monkeypatch.setattr(grpo, "collect", collect)
     batch, _ = grpo.rollout(agent, task.problems(1)[0][:2], random.Random(0))
+    if cfg.kl == "reward":
+        parts = [getattr(batch, name) for name in ("reward", "ends", "groups", "mask")]
+        assert torch.equal(batch.adv, grpo.advantages(*parts, 0 * batch.logp, None, cfg)[0])
     batch.adv = torch.where(batch.mask, torch.arange(8.0)[:, None] - 3.5, 0)
-    present, _ = grpo.logps(agent.sampler, batch, cfg) if given else (batch.logp, None)
+    present = batch.logp
+    if {"baseline", "kl", "dtype"} & given.keys():
+        present, _ = grpo.logps(agent.sampler, batch, cfg)
     if cfg.epochs * cfg.minibatches > 1 or others:
         want = torch.where(off[:, None] & others, batch.logp, present)
         assert torch.equal(batch.old_logp, want)
@@ -371,20 +378,6 @@ def test_a_sequence_ratio_is_not_the_kls():
         loss, _ = policy_loss(logp, b, b.mask / 8, b.mask.sum(), given, 1.0)
         found += torch.autograd.grad(loss, logp)
     assert found[0].any() and torch.equal(*found)
-
-
-def test_rows_of_others_have_the_policys_own_kl(encoding, monkeypatch):
-    """Where it is in the reward: here 0, though they were noted 3 nats less likely."""
-    def collect(*given, own=grpo.collect):
-        batch = own(*given)
-        batch.on_policy = torch.arange(8) > 0
-        batch.logp = torch.where(batch.on_policy[:, None] | ~batch.mask, batch.logp, batch.logp - 3)
-        return batch
-    monkeypatch.setattr(task, "reward", lambda problem, text: {"correct": 0.0})
-    monkeypatch.setattr(grpo, "collect", collect)
-    agent = grpo.new_agent(with_(kl="reward", adv_scale="none"), task, encoding, tiny_model())
-    batch, _ = grpo.rollout(agent, task.problems(1)[0][:2], random.Random(0))
-    assert batch.adv.abs().max() < 1e-4 and torch.equal(batch.old_logp[0], batch.logp[0])
 
 
 @mark.parametrize("n", [[0], [1], [7], [11], [4, 4], [8, 3], [0, 5], [0, 0]], ids=str)

@@ -83,29 +83,6 @@ def test_a_resumed_run_samples_from_the_weights_that_were_saved():
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("updates", [{}, dict(minibatches=2), dict(epochs=2)], ids=str)
-@pytest.mark.parametrize("given", [
-    {}, dict(baseline="value"), dict(kl="reward"), dict(dtype="bfloat16")], ids=str)
-def test_old_log_probabilities_are_those_of_a_pass_where_rounding_matters(
-        given, updates, monkeypatch):
-    """With one update the loss has its own. A KL that is 0 is no penalty, to the last bit."""
-    def logps(model, batch, *others, own=grpo.logps):
-        logp, values = own(model, batch, *others)
-        return logp + 0.01 * batch.mask, values             # more than rounding
-    agent = new_agent(**given, **updates)
-    monkeypatch.setattr(grpo, "logps", logps)
-    batch, _ = grpo.rollout(agent, PROBLEMS[:2], random.Random(0))
-    if updates:
-        again, _ = grpo.logps(agent.sampler, batch, agent.cfg)
-        assert torch.equal(batch.old_logp, again if given else batch.logp)
-    else:
-        assert batch.old_logp is None
-    if agent.cfg.kl == "reward":
-        given = [getattr(batch, name) for name in ("reward", "ends", "groups", "mask")]
-        none = grpo.advantages(*given, 0 * batch.logp, None, agent.cfg)
-        assert torch.equal(batch.adv, none[0])
-
-
 def test_completions_go_on_from_a_given_beginning():
     """It is judged with what follows, up to --max_new together, and is not trained on."""
     seen, task = [], SimpleNamespace(

@@ -47,7 +47,7 @@ no temperature in the sampler | grpo.py | sampling
     caches.new(policy, longest, temperature)  =>  caches.new(policy, longest, 1.0)
 old log-probs are refreshed | grpo.py | loss
     old_logp = batch.old_logp  =>  old_logp = None
-the old policy is the policy despite a second update | grpo.py | train
+the old policy is the policy despite a second update | grpo.py | loss
     if has_ratios:  =>  if False:
 the larger surrogate is taken | grpo.py | loss
     torch.minimum(unclipped, clipped)  =>  torch.maximum(unclipped, clipped)

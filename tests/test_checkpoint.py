@@ -167,6 +167,7 @@ def test_no_flag_takes_the_place_of_the_runs_own(begun, tmp_path, capsys):
     assert "already at step 2" in fault(capsys, "--resume", "--out", out, "--steps", 1)
     config_of("--ask=x", "--init", out, "--task", "guess")          # of which there is no flag
     assert "the prompt is empty" in fault(capsys, "--ask=", "--out", out)
+    assert f"no run in {tmp_path}" in fault(capsys, "--resume", "--out", tmp_path)
 
 
 # ---------- exact resume

@@ -2,16 +2,14 @@
 import json
 import os
 import re
-import runpy
 import shutil
 import signal
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TIMES, Forked, batch_of, contents, fault, metrics, records
+from conftest import TIMES, Forked, batch_of, fault, metrics, records
 
 import grpo
 from data import arithmetic
@@ -133,39 +131,6 @@ def test_an_unfinished_completion_has_no_vote():
     batch.components |= {"reward": right.float(), "lenient": 1 - right.float()}     # only logged
     more = report.solved(SimpleNamespace(answer=str), [batch], [batch], 4)
     assert more["lenient@1"] == 1 / 4 / 8 and "reward@1" not in more
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("args, says", [
-    ("--resume --out nowhere", "no run in nowhere"), ("--out file/in", "file/in")])
-
-
-def test_bad_input_is_one_line_and_code_2(args, says, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
-    assert says in fault(capsys, *args.split())
-
-
-def script(*args):
-    sys.argv = ["grpo.py", *args]
-    runpy.run_path(str(ROOT / "grpo.py"), run_name="__main__")
-
-
-def test_no_traceback_from_the_command_line(tmp_path):
-    code, out, err = Forked(tmp_path, script, "--group", "0").end()
-    assert (code, out) == (2, "") and err.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_a_mistake_leaves_a_finished_run_alone(unbroken, tmp_path, capsys):
-    """The folder is opened, and its logs emptied, only after the settings have proved possible."""
-    out = tmp_path / "run"
-    shutil.copytree(unbroken, out)
-    before = contents(out)
-    for mistake in (["--prompts", 8000], ["--init", "nowhere"]):
-        fault(capsys, *SMALL, *mistake, "--out", out)
-    assert "already at step 6" in fault(capsys, "--resume", "--steps", 0, "--out", out)
-    assert contents(out) == before
 
 
 def test_resume_needs_nothing_but_the_checkpoint(unbroken, tmp_path):

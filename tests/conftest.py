@@ -105,9 +105,8 @@ class Forked:
         self.process.join(seconds)
         return self.process.exitcode
 
-    def kill(self, number=signal.SIGKILL):
-        """Sends it a signal."""
-        os.kill(self.process.pid, number)
+    def kill(self):
+        os.kill(self.process.pid, signal.SIGKILL)
 
     def end(self, seconds=300):
         """Waits for its end, which must come; its exit code, stdout and stderr."""

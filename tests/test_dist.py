@@ -2,6 +2,7 @@
 import ast
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -167,14 +168,15 @@ def handlers():
     return [signal.getsignal(number) for number in signals.SIGNALS]
 
 
-def test_a_second_signal_is_obeyed_at_once():
-    """With the code of a shell; what stops after the first bears its number."""
+def test_a_second_signal_is_obeyed_at_once(capfd):
+    """With the code of a shell; what stops after the first, which is told, bears its number."""
     before = handlers()
     assert signals.ask_to_stop not in before
     with pytest.raises(signals.Stopped) as stopped, signals.stoppable("a command"):
         assert handlers() == [signals.ask_to_stop] * 3 and signals.stop_asked() == 0
         signal.raise_signal(signal.SIGINT)
         assert signals.stop_asked() == 2
+        assert re.fullmatch("stopping after this step;.*\n", capfd.readouterr().err)
         signal.raise_signal(signal.SIGHUP)          # of a terminal that closes, also twice
         with pytest.raises(SystemExit) as ended:
             call(signal.raise_signal, "a reward", signal.SIGTERM)

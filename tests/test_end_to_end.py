@@ -1,7 +1,6 @@
 """Whole runs: learning, a kill at any moment, faults, what is written."""
 import json
 import os
-import re
 import shutil
 import signal
 from pathlib import Path
@@ -62,46 +61,23 @@ def test_learns_what_is_rewarded_and_to_stop(tmp_path):
 
 # ---------- the same run, whatever happens
 
-def signalled(where, args, stage, number):
-    """`main(args)` in a process, which gets a signal when it prints a line with `stage`."""
-    where.mkdir()
-    os.mkfifo(where / "stdout")
-    process = Forked(where, main, [*map(str, args)])
-    with open(where / "stdout") as lines:
-        for line in lines:
-            if stage in line:
-                process.kill(number)
-                break
-        rest = lines.read()
-    return process.join(), rest, (where / "stderr").read_text()
-
-
 @pytest.mark.slow
 def test_killed_at_any_moment(unbroken, tmp_path):
+    """When it prints a certain line."""
     out = tmp_path / "run"
     for stage in ("warm start", "step 2/6", "step 4/6"):
-        args = [*SMALL, "--steps", 6] if stage == "warm start" else ["--resume"]
-        where = tmp_path / stage.replace("/", " of ")
-        code, *said = signalled(where, [*args, "--out", out], stage, signal.SIGKILL)
-        assert code == -signal.SIGKILL, (stage, said)
+        args = [*SMALL, "--steps", "6"] if stage == "warm start" else ["--resume"]
+        (where := tmp_path / stage.replace("/", " of ")).mkdir()
+        os.mkfifo(where / "stdout")
+        process = Forked(where, main, [*args, "--out", str(out)])
+        with open(where / "stdout") as lines:
+            if any(stage in line for line in lines):
+                process.kill()
+        assert process.join() == -signal.SIGKILL, (where / "stderr").read_text()
     main(["--resume", "--out", str(out)])
     for name in ("model.safetensors", "samples.jsonl"):
         assert (out / name).read_bytes() == (unbroken / name).read_bytes()
     assert metrics(out) == metrics(unbroken)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_finishes_the_step_and_says_how_to_resume(unbroken, tmp_path, sig):
-    out = tmp_path / "run"
-    shutil.copytree(unbroken / "warm_start", out / "warm_start")
-    (out / files.MARK).touch()
-    args = [*SMALL, "--steps", 500, "--out", out]
-    code, said, err = signalled(tmp_path / "process", args, "step 1/", sig)
-    assert code == 128 + sig and re.fullmatch("stopping after this step;.*\n", err)
-    command = f"continue with: python grpo.py --resume --out {out}"
-    step = re.fullmatch(rf"stopped after step (\d+); {command}", said.splitlines()[-1])[1]
-    assert checkpoint.load(out, Config)[1].step == int(step) == metrics(out)[-1]["step"]
 
 
 def test_the_run_folder(unbroken):
@@ -110,13 +86,10 @@ def test_the_run_folder(unbroken):
     names.append(files.MARK)
     assert {p.name for p in unbroken.iterdir()} == {*names}
     first, step, *_, last = records(unbroken / "metrics.jsonl")
-    assert step.keys() >= TIMES | {*("step beta reward accuracy length kl entropy clip_share loss "
-                                      "mismatch grad_norm dead_groups finished working").split()}
+    assert step.keys() >= TIMES | {"working"}
     measured = {"held_out", "greedy", *(f"pass@{k}" for k in (1, 2, 4, 8, 12)),
                 *(f"maj@{k}" for k in (2, 4, 8, 12))}
     assert first.keys() == {"step"} | measured and measured < last.keys()
-    record = records(unbroken / "samples.jsonl")[0]
-    assert [len(record[x]) for x in ("completions", "rewards", "advantages")] == [8] * 3
 
 
 def test_an_unfinished_completion_has_no_vote():

@@ -160,17 +160,6 @@ def test_gradients_of_the_estimators_by_enumeration(estimator):
     assert is_gradient is (estimator == "k1")
 
 
-@mark.parametrize("kl", ["loss", "reward", "watch", "none"])
-def test_only_a_kl_in_the_loss_has_a_gradient_there(kl):
-    """But it is always logged."""
-    logp, on = torch.tensor([[-1.0, -2.0]], requires_grad=True), torch.ones(1, 2).bool()
-    batch = Batch(None, on, None, None, None, adv=torch.zeros(1, 2),
-                  ref_logp=torch.tensor([[-3.0, -0.5]]))
-    loss, stats = policy_loss(logp, batch, on / 2, 2, Config(kl=kl), 0.04)
-    loss.backward()
-    assert logp.grad.any() == (kl == "loss") and stats["kl"] > 0.5
-
-
 @mark.parametrize("algo", ["reinforce", "rloo", "dr_grpo"])
 def test_the_gradient_of_the_expected_reward_favours_no_length(algo):
     cfg, logp = Config(**ALGOS[algo]), torch.where(MASK, -1.0, 0).requires_grad_()

@@ -172,14 +172,6 @@ def test_a_sum_is_over_128_numbers_at_most(monkeypatch):
     assert shapes == [(20, 8), (20, 128)]
 
 
-def test_how_far_the_sum_exceeds_u():
-    u = torch.tensor([0.0, 0.125, 0.25, 0.5, 0.9375])
-    i, over = inverse_cdf(torch.tensor([[0.25, 0.0, 0.5, 0.25]] * 5), u)
-    want = torch.tensor([0.25 - 2.0 ** -25, 0.125, 0.5, 0.25, 0.0625], dtype=torch.float64)
-    assert i.tolist() == [0, 0, 2, 2, 3]
-    torch.testing.assert_close(over, want, rtol=0, atol=1e-12)
-
-
 def test_of_no_numbers_the_last_token_is_drawn():
     """Not one that there is not; its log-probability stops the run."""
     token, logp = draw(torch.full((1, 256), float("nan")), torch.tensor([0.5]))

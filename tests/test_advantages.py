@@ -8,8 +8,7 @@ from pytest import approx, mark
 from torch.testing import assert_close
 
 import grpo
-from grpo import ALGOS, Batch, Config, advantages, gae, kl_estimate, policy_loss, token_weights
-from grpo import value_loss, whiten
+from grpo import Config, advantages, gae, kl_estimate, value_loss, whiten
 from model import ScalarHead
 from run import passes
 
@@ -158,15 +157,6 @@ def test_gradients_of_the_estimators_by_enumeration(estimator):
     rewarded = (old.exp() * kl_estimate(old, ref, estimator) * logp).sum()
     is_gradient = torch.allclose(grad(rewarded), grad(exact["reverse"]), 1e-9, 1e-12)
     assert is_gradient is (estimator == "k1")
-
-
-@mark.parametrize("algo", ["reinforce", "rloo", "dr_grpo"])
-def test_the_gradient_of_the_expected_reward_favours_no_length(algo):
-    cfg, logp = Config(**ALGOS[algo]), torch.where(MASK, -1.0, 0).requires_grad_()
-    weight = token_weights(MASK, cfg.loss_mean, 4, 11, 8)
-    batch = Batch(None, MASK, None, None, None, adv=torch.ones(4, 6))
-    policy_loss(logp, batch, weight, 11, cfg, 0.0)[0].backward()
-    assert logp.grad[MASK].tolist() == approx([-1 / (4 * 8)] * 11)
 
 
 @mark.parametrize("value, loss, grad", [

@@ -176,7 +176,8 @@ def test_the_task_on_a_command_line(argv, task, tmp_path, monkeypatch):
 
 
 def test_what_settings_imply_for_others():
-    """Unless these are given; an algorithm's own scale stays."""
+    """Unless these are given; an algorithm's own scale stays. A length is favoured by none that
+    has the gradient of the expected reward."""
     for name, given, found in (
             ("estimator", dict(kl="reward"), "k1"), ("estimator", dict(algo="ppo"), "k1"),
             ("estimator", dict(algo="ppo", kl="loss"), "k3"),
@@ -188,7 +189,8 @@ def test_what_settings_imply_for_others():
             ("adv_scale", dict(reward="model", adv_scale="group"), "group"),
             ("adv_scale", dict(reward="model", algo="ppo"), "batch"),
             ("warm_steps", dict(init="x"), 0), ("warm_steps", dict(init="x", warm_steps=5), 5),
-            ("warm_lr", dict(init="x"), 2e-5), ("warm_lr", dict(init="x", warm_lr=1.0), 1.0)):
+            ("warm_lr", dict(init="x"), 2e-5), ("warm_lr", dict(init="x", warm_lr=1.0), 1.0),
+            *(("loss_mean", dict(algo=x), "constant") for x in ("reinforce", "rloo", "dr_grpo"))):
         assert getattr(grpo.make_config(**given), name) == found, (name, given)
 
 

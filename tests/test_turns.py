@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import agent_of, flags, metrics, records, tiny_model
+from conftest import LETTERS, agent_of, flags, metrics, records, tiny_model
 from test_caches import FAMILIES, PROMPTS, STOP, uniform
 
 import grpo
@@ -142,13 +142,8 @@ def test_credit_crosses_what_the_environment_said(settings):
 # ---------- episodes
 
 # Replies depend on all that was said; `!` is heard now and then, the word that earns the reward.
-ECHO = '''
-from types import SimpleNamespace as Problem
+ECHO = LETTERS + '''
 DEFAULTS = dict(steps=2, prompts=4, group=4, max_new=24, max_turns=4)
-def problems():
-    words = [(c * (n % 3) + "abcdefgh"[n])[:3] + "=" for c in "abcdef" for n in range(8)]
-    made = [Problem(prompt=word) for word in words]
-    return made[3:], made[:3]
 def reply(problem, turns):
     n = sum(map(ord, problem.prompt + "/".join(turns)))
     if n % 5 == 0 or len(turns) > 6:
@@ -173,6 +168,8 @@ def steps(problem, turns):
 def answer(turns):
     return "".join(turns[::2])[:1]
 '''
+
+
 @pytest.fixture
 def echo(tmp_path):
     path = tmp_path / "echo.py"

@@ -157,12 +157,14 @@ def test_a_component_named_reward_is_the_reward():
 
 
 def test_rewards_of_all_completions_at_once():
+    """With the numbers of the tokens that are judged."""
     def rewards(problems, texts, tokens, finished):
         assert (problems, tokens) == ([p, p, q, q], [2, 4, 3, 1])
         assert finished == [True, True, False, True]
         return [{"correct": float(text == max(texts, key=len))} for text in texts]
     p, q = (SimpleNamespace(prompt=x) for x in "pq")
     batch = batch_of(["a", "bcd", "ef", ""])
+    batch.mask = batch.mask & (torch.arange(batch.ids.size(1)) > 7)     # two were given
     batch.finished[2] = False
     scored(SimpleNamespace(rewards=rewards), batch, [p, q])
     assert batch.components["correct"].tolist() == [0, 1, 0, 0]

@@ -16,7 +16,6 @@ from data import UserError
 from data import gsm8k
 from data.tokenizer import byte_encoding
 from grpo import Config
-from model import token_logps
 from run import checkpoint, config, dist, passes, pretrained, report, setup, signals
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(30)]
@@ -81,28 +80,6 @@ def test_a_resumed_run_samples_from_the_weights_that_were_saved():
     assert agent.sampler is not agent.policy
     for p, q in zip(agent.sampler.parameters(), one.sampler.parameters(), strict=True):
         assert torch.equal(p, q)
-
-
-def test_completions_go_on_from_a_given_beginning():
-    """It is judged with what follows, up to --max_new together, and is not trained on."""
-    seen, task = [], SimpleNamespace(
-        rewards=lambda problems, texts, n, _: seen.append(n) or [{"correct": 1.0}] * len(texts))
-    agent = agent_of(with_(temperature=0.7), task, policy=tiny_model().double())
-    u = dist.uniform(random.Random(0), 8, 8)
-    agent.encoding.stop = frozenset(range(0, 257, 9))
-    batch = grpo.generate(agent, PROBLEMS[:2], 4, u=u,
-                          begun=[([*b"abc"], [True] * 3), ([], [])])
-    judged, mask, length = batch.judged, batch.mask, batch.judged.sum(1)
-    assert batch.start.tolist() == [2] * 8 and seen == [length.tolist()]
-    assert batch.ids[:4, :5].tolist() == [[*b"0=abc"]] * 4 and not mask[:4, :5].any()
-    assert torch.equal(judged[4:], mask[4:]) and judged[:4, 2:6].all()
-    assert torch.equal(judged[:4, 5:], mask[:4, 5:]) and not judged[:, :2].any()
-    assert all(text[:3] == "abc" < text for text in batch.texts[:4])
-    assert (length[~batch.finished] == 8).all() and 0 < batch.finished[:4].sum() < 4
-    logp, _ = token_logps(agent.policy, batch.ids, mask, 0.7)
-    torch.testing.assert_close(logp, batch.logp, rtol=0, atol=5e-5)
-    alone = grpo.generate(agent, PROBLEMS[1:2], 4, u=u[4:])
-    assert alone.texts == batch.texts[4:] and torch.equal(alone.finished, batch.finished[4:])
 
 
 def test_speeds_are_tokens_by_seconds(monkeypatch):

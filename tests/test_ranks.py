@@ -28,10 +28,8 @@ pytestmark = pytest.mark.slow
 SMALL = dict(n_layer=1, n_embd=32, prompts=4, group=6, max_new=6, steps=2, epochs=2, minibatches=2,
              micro_tokens=80, lr=5e-3, warm_steps=50, warm_lr=5e-3)
 RUNS = {
-    **{algo: dict(algo=algo) for algo in ("grpo", "ppo", "rloo")},
+    **{algo: dict(algo=algo) for algo in ("grpo", "ppo")},
     "critic of its own": dict(algo="ppo", critic="separate"),
-    "whitened": dict(adv_scale="batch", loss_mean="token"),
-    "steps rewarded": dict(supervision="process"),
     "two at a time": dict(group=4, kl="watch"),             # the last held-out problem is rank 0's
     "a row a minibatch": dict(minibatches=24, epochs=1, steps=1),   # one rank has it, one has none
     "few rows": dict(prompts=2, group=3),                   # than an evaluation has of a problem

@@ -17,7 +17,7 @@ import grpo
 from data import UserError
 from grpo import Agent, Batch, Config, policy_loss, sample, token_weights
 from model import token_logps
-from run import caches, dist, passes, pretrained
+from run import caches, passes, pretrained
 from run.passes import split_rows
 
 CFG = Config(prompts=2, group=4, max_new=12)
@@ -215,21 +215,14 @@ def test_a_row_with_any_advantage_is_kept():
 
 
 @mark.parametrize("mean", ["sequence", "token"])
-def test_a_minibatch_that_leaves_tokens_out_is_one_without_them(mean, monkeypatch):
+def test_a_minibatch_is_what_is_made_of_it(mean, monkeypatch):
+    """Tokens may be left out, rows without an advantage may get one."""
     b, cfg = a_rollout(loss_mean=mean, kl="none")
     fewer = dataclasses.replace(b, mask=b.mask & (torch.arange(b.mask.size(1)) % 3 > 0))
     whole, wanted = updated(b, cfg)[1], updated(fewer, cfg)[1]
     monkeypatch.setattr(grpo, "minibatch", lambda agent, batch, rows: fewer)
-    found = updated(b, cfg)[1]
-    assert all(map(torch.equal, found, wanted)) and not torch.equal(found[0], whole[0])
-
-
-def test_a_minibatch_may_give_advantages_to_rows_without(monkeypatch):
-    b, cfg = a_rollout(kl="none")
-    wanted = updated(b, cfg)[1]
-    monkeypatch.setattr(grpo, "minibatch", lambda agent, batch, rows: b)
     found = updated(dataclasses.replace(b, adv=torch.zeros_like(b.adv)), cfg)[1]
-    assert all(map(torch.equal, found, wanted)) and any(x.any() for x in found)
+    assert all(map(torch.equal, found, wanted)) and not torch.equal(found[0], whole[0])
 
 
 @mark.parametrize("replaced", ["surrogate", "policy_loss", "total_loss"])
@@ -356,9 +349,6 @@ def test_an_algorithm_may_leave_out_rows_or_add_some(n, monkeypatch):
         parts = grpo.minibatches(with_(epochs=2, minibatches=3), random.Random(5), groups)
         return [(rows.tolist(), size) for rows, size in parts]
     found = on_ranks(len(n), lambda rank: split(n[rank]), monkeypatch)
-    groups = [torch.arange(rows) // 4 for rows in n]
-    totals = on_ranks(len(n), lambda rank: dist.numbered(groups[rank])[1], monkeypatch)
-    assert totals == [sum(n)] * len(n)      # of which all ranks draw
     for rows, of_rank in zip(n, found):
         for epoch in (of_rank[:3], of_rank[3:]):
             assert sorted(sum((part for part, _ in epoch), [])) == list(range(rows))

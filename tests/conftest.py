@@ -100,17 +100,17 @@ class Forked:
                                           daemon=True)
         self.process.start()
 
-    def join(self, seconds=300):
+    def join(self):
         """Waits for its end; its exit code, negative after a signal, or None if it still runs."""
-        self.process.join(seconds)
+        self.process.join(300)
         return self.process.exitcode
 
     def kill(self):
         os.kill(self.process.pid, signal.SIGKILL)
 
-    def end(self, seconds=300):
+    def end(self):
         """Waits for its end, which must come; its exit code, stdout and stderr."""
-        code = self.join(seconds)
+        code = self.join()
         if code is None:
             self.kill()
         said = [(self.where / name).read_text() for name in ("stdout", "stderr")]

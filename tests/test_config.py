@@ -98,12 +98,10 @@ def test_a_parameter_of_problems_needs_a_default(parameter, tmp_path):
 
 # ---------- what is refused
 
-SLIPS = {"clip-hihg": "clip_high", "resum": "resume", "dificulty": "difficulty", "grup": "group",
-         "stesp": "steps"}
+SLIPS = {"clip-hihg": "clip_high", "resum": "resume", "dificulty": "difficulty", "stesp": "steps"}
 SEE = "see --help"
 OTHERS = dict(learning_rate="--lr", loss_agg_mode="--loss_mean, or", save_steps="--eval_every, ",
-              report_to="a recipe in docs/changing.md", use_peft="a recipe in docs/changing.md",
-              num_generations="--group", gradient_accumulation_steps="--micro_tokens")
+              report_to="a recipe in docs/changing.md")
 
 
 @pytest.mark.parametrize("name, hint", [

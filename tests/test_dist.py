@@ -128,13 +128,6 @@ def test_means_are_of_their_names_whatever_their_order(monkeypatch):
         assert "other ranks have other components" in said
 
 
-def test_a_rank_without_rows_takes_part_in_an_update(monkeypatch):
-    one, two = (torch.zeros(2) for _ in range(2))
-    one.grad = torch.tensor([3.0, 4.0])
-    two_ranks(monkeypatch, dist.sum_gradients, [[one]], [[two]])
-    assert two.grad.tolist() == [3, 4]
-
-
 @pytest.mark.parametrize("error, kind", [
     (RuntimeError("a shape"), RuntimeError), (distributed.DistBackendError("NCCL"), UserError),
     (RuntimeError("[gloo] Connection closed by peer"), UserError)])

@@ -166,9 +166,7 @@ def start_pair(where, work, *given):
 
 def end_of(processes):
     """Their exit codes, and what each wrote to stdout and stderr; fails if one waits for ever."""
-    for process in processes:
-        process.join()
-    return [list(of) for of in zip(*[process.end(0) for process in processes])]
+    return [list(of) for of in zip(*[process.end() for process in processes])]
 
 
 def pair(where, *work):

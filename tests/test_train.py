@@ -16,7 +16,7 @@ from data import UserError
 from data import gsm8k
 from data.tokenizer import byte_encoding
 from grpo import Config
-from run import checkpoint, config, dist, passes, pretrained, report, setup, signals
+from run import checkpoint, config, dist, pretrained, report, setup
 
 PROBLEMS = [SimpleNamespace(prompt=f"{i}=") for i in range(30)]
 CFG = Config(prompts=2, group=4, max_new=8, micro_tokens=64, dtype="float32")
@@ -119,13 +119,6 @@ def test_a_critic_of_equal_returns_explains_all_of_nothing(monkeypatch):
     agent.encoding.stop = frozenset(range(257))                     # all end at once
     _, stats = grpo.rollout(agent, PROBLEMS[:2], random.Random(0))
     assert stats["explained_variance"] == 1 == stats["reward"]
-
-
-def test_a_fit_stops_when_it_is_asked_to(monkeypatch):
-    layer, asked = torch.nn.Linear(2, 1), iter([0, 15])         # in the second step
-    monkeypatch.setattr(signals, "stop_asked", lambda: next(asked))
-    with pytest.raises(signals.Stopped, match="in the nothing"):
-        passes.supervised_fit("nothing", layer, lambda step: [layer.weight.sum()], 9, 1e-3)
 
 
 def test_a_question_may_leave_no_room_for_an_answer():

@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 import torch
-from conftest import ROOT, flags, metrics, same, shared_logps, tiny_model
+from conftest import ROOT, flags, metrics, same, tiny_model
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -21,8 +21,7 @@ from data.tokenizer import byte_encoding, decode, load_encoding  # noqa: E402
 from grpo import sample  # noqa: E402
 from model import Rows  # noqa: E402
 
-from run import passes, pretrained  # noqa: E402
-from run.pretrained import frozen  # noqa: E402
+from run import pretrained  # noqa: E402
 from test_files import CASES, write_tokenizer  # noqa: E402
 
 SHAPE = dict(vocab_size=320, hidden_size=48, intermediate_size=80, num_hidden_layers=3,
@@ -78,7 +77,6 @@ def assert_same_logits(theirs, ours, vocabulary=320, begin=0):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_continuations_are_those_of_transformers(family, tmp_path):
-    """In bfloat16 sampler and trainer agree; Qwen3's norms of heads gave float32 to a cache."""
     theirs, ours = checkpoint(family, tmp_path), pretrained.load(tmp_path)
     ids = assert_same_logits(theirs, ours)
     prompts = [ids[0, :9].tolist(), ids[1, :30].tolist()]               # right padding, the cache
@@ -87,11 +85,6 @@ def test_logits_and_continuations_are_those_of_transformers(family, tmp_path):
         out = theirs.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False,
                               eos_token_id=None, pad_token_id=0)
         assert row[on].tolist() == out[0, len(prompt):].tolist()
-    ours.amp = torch.bfloat16
-    batch = sample(frozen(ours), [[1, 2, 3]], 4, [20], 1.0, {319}, torch.rand(4, 20).double())
-    logp, _ = shared_logps(ours, batch.ids, batch.mask, 1.0)
-    assert (logp - batch.logp).abs().max() < passes.MISMATCH[torch.bfloat16][0]
-    logp.sum().backward()
 
 
 @pytest.mark.parametrize("family", ["llama", "llama 3", "llama, linear"])

@@ -47,14 +47,10 @@ def test_sampling_is_the_same(family, cache, dtype, off, share):
 
 @pytest.mark.parametrize("dtype, off", [
     (torch.float64, 1e-6), (torch.float32, 1e-5), (torch.bfloat16, 0.03)])
-@pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probabilities_values_and_gradients_are_the_same(
-        family, in_parts, dtype, off):
+def test_log_probabilities_values_and_gradients_are_the_same(family, dtype, off):
     """Of ragged rows with holes in the mask; the critic reads the policy's states."""
     model = model_of(family, "plain", dtype)
-    if in_parts:
-        model.most_logits = 257 * 8
     b = sampled(model)
     mask = b.mask & (uniform(*b.mask.shape, seed=2) > 0.2)
     weight = uniform(*mask.shape, seed=1)

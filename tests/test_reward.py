@@ -185,7 +185,6 @@ def test_people_choose_any_of_the_best():
 
 @mark.parametrize("score, label, K, accuracy, chance", [
     ([9, 1, -1, -2], [1, 1, 0, 1], 1, 0.75, 0.75),      # three of four are hit, and are good
-    ([3, 2, 1], [0, 0, 1], 1, 1 / 3, 2 / 3),
     ([0, 0, 0], [0, 0.5, 1], 1, 2 / 3, 2 / 3),          # undecided is `bad`
     ([2, 1, 2, 1], [1, 0, 0, 1], 2, 0.5, 0.5),
     ([1, 4, 3, 2], [0.5, 0.5, 1, 0], 2, 1, 0.5),        # of two equals none is better

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import CHAT, ROOT, agent_of, batch_of_rows, chat_folder, fault, rewrite
+from conftest import CHAT, ROOT, agent_of, batch_of_rows, chat_folder, rewrite
 
 import data.arithmetic as task
 import data.countdown as countdown
@@ -23,8 +23,9 @@ import reward
 from data import UserError, chat, load_task, turns
 from data.answers import evaluate, one_number, steps
 from data.arithmetic import Problem
-from data.tokenizer import decode, load_encoding, opening, pieces, split_at, stop_tokens
-from run import report
+from data.tokenizer import byte_encoding, decode, load_encoding, opening, pieces, split_at
+from data.tokenizer import stop_tokens
+from run import pretrained, report
 from run.report import majority_at, pass_at
 
 P, Q, TWO = (Problem(f"{a}*{b}=", str(a * b)) for a, b in ((47, 58), (13, 12), (2, 3)))
@@ -656,12 +657,9 @@ def test_a_run_keeps_its_frame_on_another_day(tmp_path, capsys, monkeypatch):
         load_encoding(out)
 
 
-@pytest.mark.slow
-def test_a_model_without_a_chat_template(tmp_path, capsys):
-    for flag in (["--system", "Be brief."], ["--chat", "no_think"]):
-        assert "a new model has none" in fault(capsys, *RUN, 2, *flag, "--out", tmp_path / "x")
-    init, out = chat_folder(tmp_path / "n", None), tmp_path / "y"
-    assert run(capsys, *RUN, 0, "--init", init, "--out", out) == []
-    assert not (tmp_path / "x").exists() and not (out / "chat_frame.json").exists()
-    new = "--init=", "--steps", 0, "--warm_steps", 0, "--held_out", 1, "--samples", 1
-    assert not run(capsys, *new, "--out", tmp_path / "z")
+def test_a_model_without_a_chat_template(tmp_path):
+    encoding = load_encoding(chat_folder(tmp_path, None))
+    assert encoding.frame == byte_encoding().frame and "chat_frame.json" not in encoding.files
+    for given in (BRIEF, dict(chat="no_think")):
+        with pytest.raises(UserError, match="a new model has none"):
+            pretrained.encoding_of(grpo.Config(**given), "")

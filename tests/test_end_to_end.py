@@ -20,15 +20,11 @@ SMALL = ("--init= --difficulty 1 --n_layer 1 --n_embd 64 --warm_steps 80 --warm_
          "--beta 0.005").split()
 
 
-def begin(out, *more):
-    main([*SMALL, *map(str, more), "--out", str(out)])
-
-
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
     """A run of 6 steps in this process, which the others are compared with."""
     where = tmp_path_factory.mktemp("unbroken")
-    begin(where, "--steps", 6)
+    main([*SMALL, "--steps", "6", "--out", str(where)])
     assert all(m["grad_norm"] > 1e-3 and m["dead_groups"] < 1 for m in metrics(where)[1:])
     return where
 

@@ -37,7 +37,6 @@ ROLLOUTS = {
     "greedy": (PROMPTS, 1, [8] * 3, 1.6, END, 8),
     "trees": (PROMPTS[:2], 20, [16] * 2, 0.3, set(range(0, 257, 7)), 1),
     "limits": ([[65, 66, 67, 68, 69, 70], [71, 72], [73] * 4], 4, [5, 11, 8], 1.0, STOP, 1),
-    "short": (PROMPTS, 2, [1, 1, 12], 0.7, STOP, 1),
     "first": (PROMPTS, 2, [12, 3, 1], 0.7, STOP, 1),
     "long": (PROMPTS, 8, [3, 1, 40], 0.7, END, 1),
     "one": (PROMPTS[:1], 1, [20], 1.0, END, 1),

@@ -1,5 +1,5 @@
-"""What grpo.py joins: models of a run, passes of a rollout, the order of a run, questions,
-evaluations. Whole steps and runs are in test_oracle.py."""
+"""What grpo.py joins: models of a run, the order of a step, questions, evaluations. Whole steps and
+runs are in test_oracle.py."""
 import dataclasses
 import math
 import random

@@ -56,7 +56,7 @@ def causal_attention(q, k, v):
     in float32: in bfloat16 the backward pass takes 5 times as long there."""
     if v.is_cpu and v.dtype == torch.bfloat16:
         q, k, v = q.float(), k.float(), v.float()
-    q, k, v = [x.transpose(1, 2) for x in (q, k, v)]                    # (B, ., T, D)
+    q, k, v = [x.transpose(1, 2) for x in (q, k, v)]  # (B, ., T, D)
     with torch.autocast("cpu", enabled=False):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return y.transpose(1, 2)
@@ -100,13 +100,13 @@ class CachedRows(Rows):
     the first `slots` slots of a KV cache, up to its own."""
 
     def __init__(self, ids, pos, cache, slots):
-        keys = cache[0][0]                                              # (B, K, S, D)
+        keys = cache[0][0]  # (B, K, S, D)
         self.ids = ids
         self.pos = pos
         self.slots = slots or keys.size(2)
         self.row = torch.arange(len(ids), device=keys.device)[:, None]  # (B, 1)
         slot = torch.arange(self.slots, device=keys.device)
-        later = slot > pos[..., None, None]                             # (B, 1, 1, S)
+        later = slot > pos[..., None, None]  # (B, 1, 1, S)
         self.mask = keys.new_zeros(later.shape).masked_fill_(later, -torch.inf)
 
     def attend(self, q, k, v, cache):
@@ -115,9 +115,9 @@ class CachedRows(Rows):
         for new, slots in zip((k, v), cache):
             slots[self.row, :, self.pos] = new.to(slots.dtype)
         k, v = [x[:, :, :self.slots] for x in cache]
-        q = q.reshape(len(q), k.size(1), -1, k.size(3))                 # (B, K, H/K, D)
+        q = q.reshape(len(q), k.size(1), -1, k.size(3))  # (B, K, H/K, D)
         y = F.scaled_dot_product_attention(q, k, v, self.mask)
-        return y.flatten(1, 2)[:, None]                                 # (B, 1, H, D)
+        return y.flatten(1, 2)[:, None]  # (B, 1, H, D)
 
 # ------------------------------------------------------------------- the layers
 class Attention(nn.Module):
@@ -144,7 +144,7 @@ class Attention(nn.Module):
         if rope is not None:        # both in one go: fewer kernels
             heads = rotate(torch.cat((q, k), 2), *rope)
             q, k = heads.split(self.heads, 2)
-        y = layout.attend(q, k, v, cache)                               # (B, T, H, D)
+        y = layout.attend(q, k, v, cache)  # (B, T, H, D)
         return self.o_proj(y.flatten(2))
 
 class MLP(nn.Module):
@@ -193,7 +193,7 @@ class LogSoftmaxAt(torch.autograd.Function):
         logits, tokens, norm = ctx.saved_tensors
         of_logits = torch.empty_like(logits)
         parts = [x.split(ctx.few) for x in (logits, tokens, norm, grad, of_logits)]
-        for x, token, lse, g, out in zip(*parts):           # (one at the token - softmax) * g
+        for x, token, lse, g, out in zip(*parts):  # (one at the token - softmax) * g
             slope = (x.float() - lse[:, None]).exp_() * -g[:, None]
             out.copy_(slope.scatter_add_(1, token[:, None], g[:, None]))
         return of_logits, None
@@ -205,7 +205,7 @@ class GPT(nn.Module):
         self.amp = None             # torch.bfloat16: autocast to it; the weights stay float32
         self.recompute = False      # activation checkpointing, a layer at a time
         self.kv_cache = "plain"     # --cache, but never "auto"; read in run/caches.py
-        self.shared_prefixes = True         # in training; read in run/passes.py
+        self.shared_prefixes = True  # in training; read in run/passes.py
         self.most_logits = 2 ** 28  # at a time
         norm = nn.RMSNorm if cfg.norm == "rms" else nn.LayerNorm
         C = cfg.n_embd
@@ -217,7 +217,7 @@ class GPT(nn.Module):
         if not cfg.tied:
             self.lm_head = nn.Linear(C, cfg.vocab_size, bias=False)
         self.precompute_rope()
-        std = (2 / (5 * C)) ** 0.5                      # GPT-2's 0.02 at width 1000
+        std = (2 / (5 * C)) ** 0.5  # GPT-2's 0.02 at width 1000
         into_residual = std * (2 * cfg.n_layer) ** -0.5
         for name, m in self.named_modules():
             if name.endswith(("o_proj", "down_proj")):
@@ -233,7 +233,7 @@ class GPT(nn.Module):
             exponent = torch.arange(0, c.head_size, 2) / c.head_size
             inv_freq = 1 / c.rope_theta ** exponent
         angle = torch.arange(c.block_size)[:, None, None] * inv_freq
-        angle = torch.cat((-angle, angle), -1)          # (block_size, 1, D)
+        angle = torch.cat((-angle, angle), -1)  # (block_size, 1, D)
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
@@ -247,12 +247,12 @@ class GPT(nn.Module):
         elif layout is None:
             layout = Rows(self, ids, None)
         with self.autocast():
-            x = self.embed_tokens(layout.ids)                           # (B, T, C)
+            x = self.embed_tokens(layout.ids)  # (B, T, C)
             rope = None
             if self.cfg.positions == "learned":
                 x = x + self.embed_positions(layout.pos)
             else:
-                rope = self.cos[layout.pos], self.sin[layout.pos]                     # (B, T, 1, D)
+                rope = self.cos[layout.pos], self.sin[layout.pos]  # (B, T, 1, D)
             for i, layer in enumerate(self.layers):
                 kv = None if cache is None else cache[i]
                 if self.recompute and torch.is_grad_enabled():
@@ -297,7 +297,7 @@ class ScalarHead(nn.Module):
         self.head = nn.Linear(size, 1)
         nn.init.normal_(self.head.weight, std=std, generator=generator)
         nn.init.zeros_(self.head.bias)
-        unfitted = torch.tensor([0.0, torch.inf])       # mean and std of scores: all count as 0
+        unfitted = torch.tensor([0.0, torch.inf])  # mean and std of scores: all count as 0
         self.norm = nn.Parameter(unfitted, requires_grad=False)
 
     def forward(self, ids, layout=None, h=None):
@@ -314,14 +314,14 @@ def token_logps(gpt, ids, mask, temperature, critic=None, layout_of=Rows):
     before = ids[:, :-1]
     device = gpt.device
     layout = layout_of(gpt, before, mask[:, 1:])
-    at = mask[:, 1:].flatten().nonzero()[:, 0]              # the m sampled tokens
+    at = mask[:, 1:].flatten().nonzero()[:, 0]  # the m sampled tokens
     scored, tokens, index = layout.once(at, ids[:, 1:].flatten()[at])
-    h = gpt(before, layout=layout)                                                # (B, T - 1, C)
+    h = gpt(before, layout=layout)  # (B, T - 1, C)
     states = F.embedding(send(scored, device), h.flatten(0, 1))
     logp = gpt.logps(states / temperature, send(tokens, device))                  # (n,)
     logp = logp.index_select(0, send(index, device))                              # (m,)
     logp = logp.new_zeros(before.numel()).index_copy(0, send(at, device), logp)
-    logp = F.pad(logp.view_as(before), (1, 0))              # column t belongs to token t
+    logp = F.pad(logp.view_as(before), (1, 0))  # column t belongs to token t
     if critic is None:
         return logp, None
     value = F.pad(critic(before, layout, h), (1, 0))

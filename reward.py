@@ -70,7 +70,7 @@ def of_steps(task, encoding, batch):
     correct = batch.components["correct"].tolist()
     for i, (problem, text) in enumerate(zip(batch.problems, batch.texts)):
         steps = steps_of(task, problem, text)
-        least = 1 if isinstance(text, str) else 0       # the first turn may be empty
+        least = 1 if isinstance(text, str) else 0  # the first turn may be empty
         text = spoken(text)
         check_steps(problem, text, steps, least)
         steps = steps or [(len(text), False)]
@@ -125,7 +125,7 @@ def learned(reward_model, batch, cfg):
     """The learned reward (B, T) at `ends`: the normalised score of a completion, or the probability
     that a step is good; 0 before the first fit."""
     raw = scores(reward_model, batch.ids, batch.mask, cfg)
-    mean, std = reward_model.norm               # std is infinite before the first fit
+    mean, std = reward_model.norm  # std is infinite before the first fit
     if cfg.supervision == "process":
         return torch.where(batch.ends & std.isfinite(), raw.sigmoid(), 0)
     return torch.where(batch.ends, (raw - mean) / std, 0)
@@ -157,7 +157,7 @@ def label(agent, problems, iteration, generate):
     cfg = agent.cfg
     rng = dist.rng(cfg, "label", iteration)
     groups = max(1, cfg.group // CHOICES)
-    size = groups * cfg.prompts         # problems at a time: as many rows as a step has
+    size = groups * cfg.prompts  # problems at a time: as many rows as a step has
     labelled = []
     for some in terminal.chunks("labelling", problems, size, stops=True):
         batch = generate(agent, some, CHOICES, rng)
@@ -173,7 +173,7 @@ def rollout_labels(agent, generate, batch, stream, tries=4):
     name a step's random numbers."""
     cfg = agent.cfg
     of_groups, place = passes.grid(batch.groups)
-    number = place % of_groups.size(1)          # in its group
+    number = place % of_groups.size(1)  # in its group
     ids, mask, judged = batch.ids.cpu(), batch.mask.cpu(), batch.judged.cpu()
     start = batch.start.tolist()
     label = batch.reward.cpu().clone()
@@ -182,7 +182,7 @@ def rollout_labels(agent, generate, batch, stream, tries=4):
         problems, begun, u = [], [], []
         for row, column in part.tolist():
             problem, first = batch.problems[row], start[row]
-            later = judged[row, column + 1:].int().argmax()     # 0, or the length of a reply
+            later = judged[row, column + 1:].int().argmax()  # 0, or the length of a reply
             prefix = slice(first, column + 1 + later)
             problems.append(problem)
             begun.append((ids[row, prefix].tolist(), judged[row, prefix].tolist()))
@@ -211,7 +211,7 @@ def of_all_ranks(rows):
     """The labelled rows of all ranks, on every rank, in the order of their problems."""
     gathered = dist.gather(rows)
     numbers = [torch.arange(len(of_rank["ids"]) // CHOICES) for of_rank in gathered]
-    order = torch.cat(numbers).argsort(stable=True)     # problems belong to the ranks in turn
+    order = torch.cat(numbers).argsort(stable=True)  # problems belong to the ranks in turn
     return passes.take(passes.join(gathered), rows_of(order, CHOICES))
 
 def choices(rows, K):
@@ -274,7 +274,7 @@ def fit_and_measure(agent, batches, n_held_out, rng):
     if K > 1:
         normalise(reward_model, agent.history, cfg)
     else:
-        reward_model.norm[1] = 1        # finite: of steps the probabilities count
+        reward_model.norm[1] = 1  # finite: of steps the probabilities count
     terminal.print0(f"reward model  fitted to {len(to_fit['ids'])} completions  held out: accuracy "
                 f"{accuracy:.1%}{f' (best of {K})' * (K > 1)}, chance {chance:.1%}")
     if not accuracy > chance:
@@ -335,7 +335,7 @@ def quality(score, label, K):
         share = good.float().mean()
         chance = torch.maximum(share, 1 - share)
     else:
-        shares = label.view(-1, K)      # the probability to be chosen
+        shares = label.view(-1, K)  # the probability to be chosen
         differ = shares.amax(1) > shares.amin(1)
         best = (shares == shares.amax(1, keepdim=True))[differ]
         pick = score.view(-1, K)[differ].argmax(1)

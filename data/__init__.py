@@ -30,7 +30,7 @@ def read_json(text, source):
     """The dict in JSON text or bytes from `source`; UserError for anything else."""
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as e:       # RecursionError: nested too deeply
+    except (ValueError, RecursionError) as e:  # RecursionError: nested too deeply
         raise UserError(f"{source} is not JSON: {e}") from e
     need(isinstance(value, dict), source, "hold a JSON object", value)
     return value
@@ -61,10 +61,10 @@ def call(function, what, *given, **named):
         return function(*given, **named)
     except (UserError, Ended):
         raise
-    except SystemExit as e:             # it would end the run without a word
+    except SystemExit as e:  # it would end the run without a word
         raise RuntimeError(f"{what} calls exit()") from e
     except Exception as e:
-        said = given[:2][-1] if given else None     # a completion, turns, all completions
+        said = given[:2][-1] if given else None  # a completion, turns, all completions
         e.add_note(f"{what} raised this" + f", given {said!r:.200}" * isinstance(said, str | list))
         raise
 
@@ -79,8 +79,8 @@ def import_file(path, name=""):
         raise UserError(f"no file {path}")
     path = path.absolute()
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))       # for modules beside it
-    if not name:        # by which a process pool imports it, unless another has it
+        sys.path.append(str(path.parent))  # for modules beside it
+    if not name:  # by which a process pool imports it, unless another has it
         name = f"task_{path.stem}"
         with contextlib.suppress(AttributeError, ImportError, ValueError):
             if importlib.util.find_spec(path.stem).origin == str(path):
@@ -162,7 +162,7 @@ def rewards_of(task, problems, completions, tokens, finished):
     """The components of the reward of each completion, which must have the same ones. `task.reward`
     judges one; `task.rewards` all, those of a problem together, with their numbers of tokens, and
     whether they ended or were cut off."""
-    completions = [*map(copy.copy, completions)]        # a task may change a list of turns
+    completions = [*map(copy.copy, completions)]  # a task may change a list of turns
     with timed():
         if hasattr(task, "rewards"):
             rows = call(task.rewards, "the function rewards", [*problems], completions, [*tokens],

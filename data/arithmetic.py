@@ -80,7 +80,7 @@ def demonstration(problem, rng):
         """n, or with probability SLIP n with one digit wrong."""
         return miswritten(n, rng) if rng.random() < SLIP else n
 
-    def work(left, terms):                                  # 47*50 is 40*50 and 7*50
+    def work(left, terms):  # 47*50 is 40*50 and 7*50
         """Append the line that begins with `left` and sums the terms; returns its result."""
         terms = [write(n) for n in terms]
         total = write(sum(terms)) if len(terms) > 1 else terms[0]
@@ -135,7 +135,7 @@ def steps(problem, completion):
         end += len(line) + 1
         if not line:
             continue
-        if i == 0:                                          # no newline: the answer itself
+        if i == 0:  # no newline: the answer itself
             closed.append((end, answer(line) == problem.answer))
             continue
         numbers, value = equation(line) if i <= LINES else ([], None)

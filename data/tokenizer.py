@@ -259,7 +259,7 @@ def read_bpe(hf, special):
             raise UserError("its tokenizer splits text by a pattern that matches nothing, too")
     except regex.error as e:
         raise UserError(f"its tokenizer splits text by a pattern that cannot be read: {e}") from e
-    for pattern in before:          # of what has another meaning elsewhere
+    for pattern in before:  # of what has another meaning elsewhere
         if part := re.search(r"\\[wWbBhH]|\\[pP](?!\{)|--|~~|\|\|", pattern.pattern):
             raise UserError(f"its tokenizer splits text by several patterns, of which one has "
                             f"{part[0]}: that is not supported")
@@ -329,7 +329,7 @@ def tokens_of_texts(model, special):
     vocab, order = model["vocab"], {}
     for pair in model["merges"]:
         a, b = pair.split(" ") if isinstance(pair, str) else pair
-        order.pop((a, b), None)         # of equal pairs the last one counts
+        order.pop((a, b), None)  # of equal pairs the last one counts
         order[a, b] = vocab[a + b]
     if [*order.values()] != sorted(order.values()):
         raise UserError("its token ids are not in the order of its merges")

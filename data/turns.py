@@ -25,7 +25,7 @@ class Episodes:
         answer = self.encoding.encode_reply(text) if text else []
         if not answer:
             return [], True
-        if len(answer) >= left:         # the policy could not go on
+        if len(answer) >= left:  # the policy could not go on
             return [], False
         turns.append(text)
         self.begun[row] = len(ids) + len(answer)

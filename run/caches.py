@@ -69,7 +69,7 @@ class KVCache:
 class SharedCache(KVCache):
     """Rows with the same tokens so far share one state: they diverge when they sample others."""
 
-    def read(self, ids, length, group):     # at most `slots`: the cache grows on demand
+    def read(self, ids, length, group):  # at most `slots`: the cache grows on demand
         self.used = ids.size(1)
         self.state = torch.arange(len(ids), device=ids.device).repeat_interleave(group)  # (r,)
         h, self.cache = prefill(self.model, ids, length, up(self.used, 16))
@@ -78,7 +78,7 @@ class SharedCache(KVCache):
     def probs(self, h):
         return super().probs(h)[self.state]
 
-    def drop(self, kept):       # states that no row needs any more leave in `advance`
+    def drop(self, kept):  # states that no row needs any more leave in `advance`
         self.state = self.state[kept]
         return kept
 
@@ -135,7 +135,7 @@ def memory_of(model, rows, slots):
         if (rows, slots) == (old.rows, old.slots):
             return old
     del old
-    MEMORY.pop(model, None)     # frees it before there is a new one
+    MEMORY.pop(model, None)  # frees it before there is a new one
     MEMORY[model] = Memory(model, rows, slots)
     return MEMORY[model]
 
@@ -150,7 +150,7 @@ class Step:
 
     def __call__(self, model, token, pos):
         self.ids[:len(token), 0], self.pos[:len(token), 0] = token, pos
-        if self.graph is None:      # on CUDA before recording: libraries prepare, layers compile
+        if self.graph is None:  # on CUDA before recording: libraries prepare, layers compile
             self.h = model(self.ids, self.pos, self.cache, slots=self.slots)
             if self.ids.is_cuda:
                 self.record(model)
@@ -171,14 +171,14 @@ class StaticCache(KVCache):
 
     def read(self, ids, length, group):
         P, T = ids.shape
-        h, prompt = prefill(self.model, ids, length, T)     # (P, C); (L, 2, P, K, T, D)
+        h, prompt = prefill(self.model, ids, length, T)  # (P, C); (L, 2, P, K, T, D)
         self.used, rows = T, P * group
         self.memory = memory_of(self.model, power_of_two(rows), up(self.slots, 64))
         for x, read in zip(chain(*self.memory.cache), prompt.flatten(0, 1)):
             x[:rows, :, :T] = read.repeat_interleave(group, 0)
         return h.repeat_interleave(group, 0)
 
-    def drop(self, kept):       # ended rows stay until the power of two is smaller
+    def drop(self, kept):  # ended rows stay until the power of two is smaller
         if 0 < len(kept) and power_of_two(len(kept)) == power_of_two(len(self.rows)):
             return torch.arange(len(self.rows), device=kept.device)
         for x in chain(*self.memory.cache):

@@ -65,11 +65,11 @@ def end_step(agent, step, stats):
         files.append(cfg.folder / "metrics.jsonl", {"step": step, **stats})
     last = step == cfg.total_steps
     due = step % cfg.save_every == 0 or step % cfg.steps == 0
-    if last or stopped or due and (step > 0 or cfg.warm_steps):     # it has learned something
+    if last or stopped or due and (step > 0 or cfg.warm_steps):  # it has learned something
         save(agent, step)
         report.refresh(cfg.folder, last or stopped)
     if last:
-        files.LOCK.close()              # a notebook's process goes on
+        files.LOCK.close()  # a notebook's process goes on
     if stopped and not last:
         raise signals.Stopped(f"after step {step}")
 
@@ -79,7 +79,7 @@ def running(cfg, saved=None):
     step; exceptions say how to go on."""
     command = report.resume_command(cfg)
     path = cfg.folder.absolute() / "checkpoint.safetensors"     # a reward may change the directory
-    earlier = not saved and path.exists() and path.stat().st_mtime_ns       # another run's
+    earlier = not saved and path.exists() and path.stat().st_mtime_ns  # another run's
     try:
         with signals.stoppable(command), files.LOCK:
             yield
@@ -112,7 +112,7 @@ def load(folder, kind, locks=False):
     if not path.exists():
         raise UserError(f"no run in {folder}")
     if locks and (folder / files.MARK).exists() and os.environ.get("RANK", "0") == "0":
-        files.lock(folder)      # what follows is of a run that has ended
+        files.lock(folder)  # what follows is of a run that has ended
     try:
         with safe_open(path, "pt") as f:
             state = read_json(f.metadata()["grpo"], "its header")
@@ -231,7 +231,7 @@ def open_run(cfg, checkpoint, data):
     files.write_whole(folder / "run.json", json.dumps(record, indent=1))
     for name, size in zip(files.LOGS, (checkpoint.metrics, checkpoint.samples)):
         with open(folder / name, "ab+") as f:
-            f.truncate(min(f.tell(), size))     # somebody may have shortened it
+            f.truncate(min(f.tell(), size))  # somebody may have shortened it
 
 # -------------------------------------------------------------- a run's tensors
 
@@ -256,7 +256,7 @@ def training_state(agent):
 
 def restore(agent, checkpoint):
     """Copies the tensors of a Checkpoint into models and optimizer, then releases the file."""
-    if checkpoint.step > 0:     # a step with gradients of 0 makes the moments, to be filled
+    if checkpoint.step > 0:  # a step with gradients of 0 makes the moments, to be filled
         for p in (p for group in agent.opt.param_groups for p in group["params"]):
             p.grad = torch.zeros_like(p)
         agent.opt.step()

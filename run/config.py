@@ -146,7 +146,7 @@ def problems_of(task, cfg):
 def check(cfg, least, most):
     """UserError for a field of a wrong type or choice, below least[name], or above most[name]."""
     for f in fields(cfg):
-        low = least.get(f.name, int(f.type is int and f.default != 0))      # 1 or 0
+        low = least.get(f.name, int(f.type is int and f.default != 0))  # 1 or 0
         check_value(f.name, f.type, getattr(cfg, f.name), low, most.get(f.name, 2 ** 63))
 
 def check_value(name, kind, value, low=-math.inf, high=math.inf):
@@ -166,7 +166,7 @@ def check_value(name, kind, value, low=-math.inf, high=math.inf):
 def make(kind, rows, grpo, given):
     """The dataclass `kind` as in grpo.make_config."""
     task_args = given.pop("task_args", {})
-    given = task_args | given           # a task's own settings count as flags, too
+    given = task_args | given  # a task's own settings count as flags, too
     task = load_task(given.get("task", kind.task))
     settings = algorithm((task.DEFAULTS | given).get("algo", kind.algo), rows, grpo)
     # Later lines override earlier ones. `implied` looks at those that override it, too.

@@ -33,7 +33,7 @@ def compile_all(cfg, *modules):
     """Under --compile, compiles each layer of the modules, and functions of logits."""
     if not cfg.compile:
         return
-    torch._dynamo.config.recompile_limit = 64       # for all layers together; 8 by default
+    torch._dynamo.config.recompile_limit = 64  # for all layers together; 8 by default
     torch.fx.experimental._config.use_duck_shape = False    # sizes may be equal by chance
     for module in modules:
         for layer in module.modules():
@@ -45,7 +45,7 @@ def compile_all(cfg, *modules):
 
 def prepare():
     """Settings of the process."""
-    torch.backends.cuda.enable_cudnn_sdp(False)     # 0.4 s per new shape, which most batches are
+    torch.backends.cuda.enable_cudnn_sdp(False)  # 0.4 s per new shape, which most batches are
     # Freed blocks of up to 32 MB are kept: page faults took a third of an update of Qwen2.5-0.5B.
     of_glibc("mallopt", -3, 2 ** 25)        # M_MMAP_THRESHOLD, at its largest
     of_glibc("mallopt", -1, -1)             # M_TRIM_THRESHOLD: never

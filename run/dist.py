@@ -77,7 +77,7 @@ def sums(stats):
 
 def means(stats):
     """The mean of each tensor of a dict, over all ranks, whose names must be the same."""
-    names = sorted(stats)                   # a rank's dicts may be in an order of their own
+    names = sorted(stats)  # a rank's dicts may be in an order of their own
     if any(other != names for other in gather(names)):
         raise UserError("the rewards of other ranks have other components")
     total = torch.stack([stats[name].float().sum() for name in names])
@@ -93,7 +93,7 @@ def exit_with(code):
     """Exits, or returns if the code is 0. Ranks wait for each other except after an error."""
     if distributed.is_initialized() and code != 2:
         wait_for_all()
-        os._exit(code)                  # gloo's threads can abort a normal exit
+        os._exit(code)  # gloo's threads can abort a normal exit
     if code:
         sys.exit(code)
 

@@ -27,11 +27,11 @@ def replacing(path):
         beside.touch()
         mode = beside.stat().st_mode
         yield beside
-        beside.chmod(mode)      # safetensors lets only the owner read its files
+        beside.chmod(mode)  # safetensors lets only the owner read its files
         with open(beside, "rb+") as f:
             os.fsync(f.fileno())
         os.replace(beside, path)
-    except (OSError, SafetensorError) as e:     # above all a full disk: free what was written
+    except (OSError, SafetensorError) as e:  # above all a full disk: free what was written
         beside.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {e}") from e
 

@@ -66,7 +66,7 @@ def groups_of(problems):
     """The numbers of rows' groups, (B,), on the host, by the problems of the rows, as objects."""
     numbers = {}
     found = [numbers.setdefault(id(problem), len(numbers)) for problem in problems]
-    return torch.tensor(found, dtype=torch.int64)       # of no rows, too
+    return torch.tensor(found, dtype=torch.int64)  # of no rows, too
 
 def grid(groups, device="cpu"):
     """The rows of each group, (P, G), -1 where it has fewer, by their groups' numbers (B,), and
@@ -111,7 +111,7 @@ def split_rows(ids, mask, budget):
         else:
             chunks.append([row])
             longest = length[row]
-    for chunk in chunks or [[]]:        # without rows one that is empty
+    for chunk in chunks or [[]]:  # without rows one that is empty
         T = max((length[row] for row in chunk), default=ids.size(1))
         yield torch.tensor(chunk, dtype=torch.int64), T
 
@@ -149,12 +149,12 @@ def distinct(ids, mask):
     their indices into the flattened rows, (n,), and for each position the index among these,
     (B, T), here 0 1 2 and 0 1 3; arbitrary after the last True."""
     needed = mask.flip(1).cumsum(1).flip(1) > 0
-    needed[:, :1] = True            # there is a token, whatever mask has
+    needed[:, :1] = True  # there is a token, whatever mask has
     same = needed[:-1] & (ids[1:] == ids[:-1])
-    prefix = F.pad(same.cumprod(1).bool(), (0, 0, 1, 0))        # of the first row: none
+    prefix = F.pad(same.cumprod(1).bool(), (0, 0, 1, 0))  # of the first row: none
     new = needed & ~prefix
     count = new.flatten().cumsum(0).view_as(mask)
-    index = torch.where(new, count - 1, 0).cummax(0).values     # from the nearest row above
+    index = torch.where(new, count - 1, 0).cummax(0).values  # from the nearest row above
     return new.flatten().nonzero()[:, 0], index
 
 class SharedRows:
@@ -173,7 +173,7 @@ class SharedRows:
             raise UserError(f"shared rows have {self.ids.size(1)} tokens, but attention is given "
                             f"{tuple(q.shape[:2])}: rows that differ in more than ids need "
                             f"--no-shared_prefixes")
-        heads = self.gather(torch.cat((q, k, v), 2))             # (B, T, H + 2 K, D)
+        heads = self.gather(torch.cat((q, k, v), 2))  # (B, T, H + 2 K, D)
         y = model.causal_attention(*heads.split((q.size(2), k.size(2), v.size(2)), 2))
         y = F.embedding(self.first, y.flatten(2).flatten(0, 1))  # (n, H D)
         return y.unflatten(-1, q.shape[2:])[None]                # (1, n, H, D)
@@ -207,7 +207,7 @@ def entropies(gpt, batch, cfg):
     size = max(1, gpt.most_logits // 16 // gpt.cfg.vocab_size)
     for rows, T in split_rows(ids, mask, cfg.micro_tokens):
         before, on = ids[rows, :T][:, :-1], mask[rows, 1:T]
-        h = gpt(before, layout=layout_of(gpt, before, on))                      # (r, T - 1, C)
+        h = gpt(before, layout=layout_of(gpt, before, on))  # (r, T - 1, C)
         on = send(on, device)
         parts = (h[on] / cfg.temperature).split(size)
         found = torch.cat([torch.special.entr(gpt.probs(part)).sum(-1) for part in parts])

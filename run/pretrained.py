@@ -219,7 +219,7 @@ def each_tensor(folder):
     index = folder / "model.safetensors.index.json"
     if index.exists() and not (folder / files[0]).exists():
         parts = read_json(fetched(index).read_bytes(), index)["weight_map"].values()
-        files = sorted({Path(part).name for part in parts})         # beside the index
+        files = sorted({Path(part).name for part in parts})  # beside the index
     for file in files:
         with safe_open(fetched(folder / file), "pt") as f:
             for name in f.keys():
@@ -303,7 +303,7 @@ HEAD = 32               # channels of a head of a new model, with one key/value 
 def new_model(cfg, encoding, longest):
     """A new model with random weights, whose context is a power of two."""
     context = 1 << (longest + cfg.max_new - 1).bit_length()
-    D = min(HEAD, up(cfg.n_embd, 2))        # RoPE turns pairs
+    D = min(HEAD, up(cfg.n_embd, 2))  # RoPE turns pairs
     sizes = GPTConfig(encoding.n_vocab, cfg.n_layer, n_head=max(1, cfg.n_embd // D), n_kv_head=1,
                       n_embd=cfg.n_embd, n_inner=4 * cfg.n_embd, block_size=context, head_size=D)
     with torch.device("meta"):
@@ -349,21 +349,21 @@ def memory(model, cfg, longest):
     frozen = b * n + (4 - b) * c.vocab_size * c.n_embd * (1 + c.tied)    # no rounded embedding
 
     rows, slots = cfg.prompts * cfg.group // ranks, longest + cfg.max_new
-    kv = 2 * b * c.n_layer * c.n_kv_head * c.head_size          # per token, as is `layer`
+    kv = 2 * b * c.n_layer * c.n_kv_head * c.head_size  # per token, as is `layer`
     cache = kv * rows * slots
-    static = has_static_cache(cfg)         # it stays; any other is copied when rows finish
+    static = has_static_cache(cfg)  # it stays; any other is copied when rows finish
     decoding = cache * (0 if static else 2) + 24 * rows * c.vocab_size
     layer = 16 * c.n_embd + b * (6 * c.n_embd + c.n_inner * (4 if c.mlp == "swiglu" else 2))
     read = min(rows, max(cfg.prompts, cfg.held_out or math.inf) / ranks)    # prompts at a time
-    reading = read * longest * (kv + 0.7 * layer)       # of one layer what lives at a time
+    reading = read * longest * (kv + 0.7 * layer)  # of one layer what lives at a time
     tokens = max(cfg.micro_tokens or MICRO_TOKENS, slots)
     if not cfg.warm_steps and cfg.reward == "rule":         # a fit has rows of its own
         tokens = min(tokens, rows * slots)
-    stored = layer * c.n_layer                  # for the backward pass, per token
-    if cfg.recompute:                   # one layer, half as much for gradients, all inputs
+    stored = layer * c.n_layer  # for the backward pass, per token
+    if cfg.recompute:  # one layer, half as much for gradients, all inputs
         stored = 1.5 * layer + 4 * c.n_embd * c.n_layer
     logits = min(most_logits(device_of(cfg)), c.vocab_size * tokens)
-    logits = 2 * b * logits + 8 * min(2 ** 22, logits)      # in float32 a few rows
+    logits = 2 * b * logits + 8 * min(2 ** 22, logits)  # in float32 a few rows
     update = 4 * trained + policies * stored * tokens + logits
     return 12 * trained + copies * frozen + cache * static + max(reading, decoding, update)
 

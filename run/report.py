@@ -33,7 +33,7 @@ def exit_code():
     except signals.Stopped as when:
         print0(f"stopped {when}; continue with: {when.command}")
         code = 128 + when.number
-    except KeyboardInterrupt:          # in --eval_only or --ask: nothing to save
+    except KeyboardInterrupt:  # in --eval_only or --ask: nothing to save
         code = 130
     except (UserError, OSError) as e:  # OSError: a full disk, a path too long
         if data.is_executed(e) and not isinstance(e, UserError):
@@ -239,9 +239,9 @@ def statistics(batch, dead):
     entropy, _ = dist.mean_and_std(-batch.logp[batch.mask])
     stats |= {"reward": batch.reward.sum(1), "length": batch.mask.sum(1),
               "finished": batch.finished, "entropy": entropy}
-    if len(dead) < len(batch.ids) or not len(dead):     # one completion per prompt is no group
+    if len(dead) < len(batch.ids) or not len(dead):  # one completion per prompt is no group
         stats["dead_groups"] = dead
-    if any(isinstance(text, list) for text in batch.texts):     # of the policy's
+    if any(isinstance(text, list) for text in batch.texts):  # of the policy's
         said = [float(len(text[::2])) for text in batch.texts]
         stats["turns"] = torch.tensor(said, device=batch.ids.device)
     if batch.value is not None:  # 1: predicts all returns; 0: only their mean
@@ -280,7 +280,7 @@ def evaluate(agent, problems, generate):
     (pass@k), and by the majority vote of k samples (maj@k), for k = 1, 2, 4, ... to --samples."""
     cfg = agent.cfg
     rng = dist.rng(cfg, "evaluate")
-    rows = cfg.prompts * cfg.group      # at a time: as many as a step has
+    rows = cfg.prompts * cfg.group  # at a time: as many as a step has
     greedy, sampled = [], []
     for some in chunks("greedy evaluation", problems, rows):
         greedy.append(generate(agent, some, 1))
@@ -370,7 +370,7 @@ def run_of(folder, most):
         raise UserError(f"no run in {folder}")
     steps = [*dict.fromkeys(step for step, _ in lines(path) if step)]
     size = path.stat().st_size if steps else 1
-    kept = {*steps[::size // -most]}        # that is rounded to the larger step
+    kept = {*steps[::size // -most]}  # that is rounded to the larger step
     return dict(name=folder.resolve().name, path=str(folder), about=files.about(folder),
                 steps=len(steps), metrics=[*parsed(folder / "metrics.jsonl")],
                 samples=[*parsed(path, kept)])

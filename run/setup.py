@@ -21,7 +21,7 @@ from run.terminal import print0
 
 def begin(cfg, task, saved):
     """Prepares a new run, or one resumed from a Checkpoint: what `train` needs."""
-    cfg = replace(cfg, out=str(cfg.folder.resolve()))       # wherever a task's code may go
+    cfg = replace(cfg, out=str(cfg.folder.resolve()))  # wherever a task's code may go
     dist.start(cfg)
     task = task or load_task(cfg.task)
     has_model = bool(saved and saved.model)
@@ -74,7 +74,7 @@ def to_train_on(cfg, task):
     if not train:
         empty = [f", without --{name}" for name, x in cfg.task_args.items() if x == ""]
         raise UserError(f"the task has no training problems{''.join(empty)}")
-    train = [copy.copy(p) for p in train]       # groups go by objects
+    train = [copy.copy(p) for p in train]  # groups go by objects
     same = shown if hasattr(task, "reply") else attrgetter("prompt")    # a game hides the rest
     known = {*map(same, train)}
     if n := sum(same(p) in known for p in held_out):
@@ -212,13 +212,13 @@ def warm_start(policy, task, problems, cfg, encoding):
         rng = dist.rng(cfg, "warm start", step)
         drawn = rng.choices(problems, k=WARM_BATCH)
         rows = [checked_row(p, task, encoding, cfg, rng) for p in drawn]
-        tokens = sum(len(said) for parts in rows for said in parts[1::2])       # over all ranks
+        tokens = sum(len(said) for parts in rows for said in parts[1::2])  # over all ranks
         ids, mask = ids_and_mask(dist.of_rank(rows))
         for micro, T in passes.split_rows(ids, mask, cfg.micro_tokens):
             said, on = ids[micro, :T], mask[micro, :T]
             logp, _ = model.token_logps(policy, said, on, 1.0, None, passes.layout_of)
             yield -logp.sum() / tokens
-    for problem in problems:            # before the time of a fit is spent
+    for problem in problems:  # before the time of a fit is spent
         checked_row(problem, task, encoding, cfg, random.Random(0))
     passes.supervised_fit("warm start", policy, losses, cfg.warm_steps, cfg.warm_lr)
 

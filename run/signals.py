@@ -54,7 +54,7 @@ def stoppable(command=""):
         raise
     except RuntimeError as e:
         of_ranks = isinstance(e, distributed.DistError) or "gloo" in str(e)
-        if dist.ranks() == 1 or not of_ranks:        # gloo's errors have no type of their own
+        if dist.ranks() == 1 or not of_ranks:  # gloo's errors have no type of their own
             raise
         raise UserError("another rank has ended; continue from the last checkpoint with "
                         "--resume") from e

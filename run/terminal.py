@@ -20,7 +20,7 @@ def say(text, stream, coloured=False):
     if stream is None:
         return
     text = text if coloured else printable(str(text))
-    if has_colours(stream):     # bold
+    if has_colours(stream):  # bold
         text = re.sub(r"^warning:|accuracy \d\.\d+", "\x1b[1m\\g<0>\x1b[0m", text)
     try:
         print(text, file=stream, flush=True)

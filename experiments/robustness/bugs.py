@@ -44,7 +44,7 @@ the text is tokenised a second time | reward.py | oracle reward turns
 no temperature in the trainer | model.py | sampling
     gpt.logps(states / temperature, send  =>  gpt.logps(states, send
 no temperature in the sampler | grpo.py | sampling
-    caches.new(policy, longest, temperature)  =>  caches.new(policy, longest, 1.0)
+    caches.new(policy, slots, temperature)  =>  caches.new(policy, slots, 1.0)
 old log-probs are refreshed | grpo.py | loss
     old_logp = batch.old_logp  =>  old_logp = None
 the old policy is the policy despite a second update | grpo.py | loss

@@ -97,9 +97,9 @@ class Rows:
 
 class CachedRows(Rows):
     """A pass over one more token of each row, ids (B, 1) at positions pos (B, 1), that also sees
-    the first `slots` slots of a KV cache, up to its own."""
+    the first `slots` slots of a KV cache (None: all), up to its own."""
 
-    def __init__(self, ids, pos, cache, slots):
+    def __init__(self, ids, pos, cache, slots=None):
         keys = cache[0][0]  # (B, K, S, D)
         self.ids = ids
         self.pos = pos
@@ -140,7 +140,8 @@ class Attention(nn.Module):
         q = self.q_proj(x).unflatten(-1, (H, -1))                       # (B, T, H, D)
         k = self.k_proj(x).unflatten(-1, (K, -1))                       # (B, T, K, D)
         v = self.v_proj(x).unflatten(-1, (K, -1))
-        q, k = self.q_norm(q), self.k_norm(k)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
         if rope is not None:        # both in one go: fewer kernels
             heads = rotate(torch.cat((q, k), 2), *rope)
             q, k = heads.split(self.heads, 2)
@@ -152,7 +153,9 @@ class MLP(nn.Module):
         super().__init__()
         C, inner = cfg.n_embd, cfg.n_inner
         bias = cfg.bias == "all"
-        self.gate_proj = nn.Linear(C, inner, bias=bias) if cfg.mlp == "swiglu" else None
+        self.gate_proj = None
+        if cfg.mlp == "swiglu":
+            self.gate_proj = nn.Linear(C, inner, bias=bias)
         self.up_proj = nn.Linear(C, inner, bias=bias)
         self.down_proj = nn.Linear(inner, C, bias=bias)
 
@@ -237,14 +240,12 @@ class GPT(nn.Module):
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
-    def forward(self, ids, pos=None, cache=None, slots=None, layout=None):
-        """Hidden states (B, T, C) of ids (B, T), which are written to a cache. pos (B, 1): those
-        of one more token of each row, which sees the first `slots` of the cache (None: all)."""
+    def forward(self, ids, cache=None, layout=None):
+        """Hidden states (B, T, C) of ids (B, T), whose keys and values a cache gets; by `Rows`, if
+        no other layout is given."""
         if ids.size(1) > self.cfg.block_size:
             raise ValueError(f"{ids.size(1)} tokens do not fit a context of {self.cfg.block_size}")
-        if pos is not None:
-            layout = CachedRows(ids, pos, cache, slots)
-        elif layout is None:
+        if layout is None:
             layout = Rows(self, ids, None)
         with self.autocast():
             x = self.embed_tokens(layout.ids)  # (B, T, C)

@@ -5,7 +5,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 
-from model import double
+from model import CachedRows, double
 from run.device import of_glibc
 
 def new_cache(model, rows, slots):
@@ -19,6 +19,10 @@ def prefill(model, ids, length, slots):
     cache = new_cache(model, len(ids), slots)
     h = model(ids, cache=cache)  # (P, T, C)
     return h[torch.arange(len(ids), device=ids.device), length - 1], cache
+
+def decode(model, ids, pos, cache, slots=None):
+    """The states (b, C) of one more token of each row; see `CachedRows`."""
+    return model(ids, cache, CachedRows(ids, pos, cache, slots))[:, 0]
 
 class KVCache:
     """Plain decoding: keys and values of r rows, (L, 2, r, K, S, D); rows that have ended leave."""
@@ -62,7 +66,7 @@ class KVCache:
         return kept
 
     def step(self, token, pos):
-        return self.model(token[:, None], pos[:, None], self.cache)[:, 0]
+        return decode(self.model, token[:, None], pos[:, None], self.cache)
 
 # -------------------------------------------------------------- common prefixes
 
@@ -151,18 +155,18 @@ class Step:
     def __call__(self, model, token, pos):
         self.ids[:len(token), 0], self.pos[:len(token), 0] = token, pos
         if self.graph is None:  # on CUDA before recording: libraries prepare, layers compile
-            self.h = model(self.ids, self.pos, self.cache, slots=self.slots)
+            self.h = decode(model, self.ids, self.pos, self.cache, self.slots)
             if self.ids.is_cuda:
                 self.record(model)
         if self.graph is not None:
             self.graph.replay()  # the first time it writes the same keys and values again
-        return self.h[:, 0]
+        return self.h
 
     def record(self, model):
         """Records the model's kernels as a graph; nothing is computed."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
-            self.h = model(self.ids, self.pos, self.cache, slots=self.slots)
+            self.h = decode(model, self.ids, self.pos, self.cache, self.slots)
         self.graph = graph
 
 class StaticCache(KVCache):

@@ -43,9 +43,9 @@ def watched(model):
     """The rows and slots with which a model is called from now on."""
     seen, forward = [], model.forward
 
-    def record(ids, pos=None, cache=None, slots=None):
-        seen.append((len(ids), slots or cache[0][0].size(2)))
-        return forward(ids, pos, cache, slots)
+    def record(ids, cache=None, layout=None):
+        seen.append((len(ids), layout.slots if layout else cache[0][0].size(2)))
+        return forward(ids, cache, layout)
     model.forward = record
     return seen
 

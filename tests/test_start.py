@@ -374,7 +374,7 @@ def test_a_run_must_fit_the_memory(saved, monkeypatch, encoding):
     monkeypatch.setattr(pretrained, "free_memory", lambda device: free[-1])
     monkeypatch.setattr(pretrained, "each_tensor", lambda folder: pytest.fail("memory was taken"))
     huge = Config(**TINY | dict(prompts=10 ** 9, max_new=10 ** 9))
-    for cfg, longest, need in ((CFG, 9, memory(model, CFG, 9)), (huge, 0, bytes_of(model))):
+    for cfg, longest, need in ((CFG, 9, 4 / 3 * memory(model, CFG, 9)), (huge, 0, bytes_of(model))):
         free.append(need)
         pretrained.check_room(model, cfg, longest)
         free.append(need - 1)

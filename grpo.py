@@ -301,7 +301,7 @@ def group_scores(r, ends, cfg):
     mean = total / n
     square = torch.where(ends, r - mean, 0).square()
     std = (square.sum((1, 2), keepdim=True) / n).sqrt()
-    dead = std <= 1e-6 * mean.abs().clamp(min=1)
+    dead = ~passes.vary(mean, std)
     baseline = mean
     if cfg.baseline == "leave-one-out":  # the mean of the other completions
         others = total - r.sum(2, keepdim=True)  # (P, G, 1)
@@ -338,7 +338,7 @@ def whiten(x, mask):
     """(x - mean) / std over all tokens in mask, on all ranks; 0 elsewhere, or if all are equal."""
     x = model.double(x)
     mean, std = dist.mean_and_std(x[mask])
-    differ = mask & (std > 1e-6 * mean.abs().clamp(min=1))
+    differ = mask & passes.vary(mean, std)
     return torch.where(differ, (x - mean) / std, 0).float()
 
 def advantages(r, ends, groups, mask, penalty, value, cfg):
@@ -381,7 +381,7 @@ def rollout(agent, problems, rng):
     # as in the update, which a KL in the reward needs, and ratios in bfloat16.
     kl_in_reward = bool(agent.ref) and cfg.kl == "reward"
     # If a step has one update, pi is pi_old, and ratios are 1, except in off-policy rows.
-    has_ratios = cfg.updates > 1 or dist.largest(int(not batch.on_policy.all()))
+    has_ratios = cfg.updates > 1 or dist.largest(not batch.on_policy.all())
     logp = batch.logp
     if agent.critic or kl_in_reward or (has_ratios and agent.policy.amp):
         logp, batch.value = logps(agent.sampler, batch, cfg, agent.critic)
@@ -510,7 +510,7 @@ def update(agent, batch, rng):
     cfg = agent.cfg
     stats = defaultdict(float)
     norm = 0.0
-    params = [p for opt_group in agent.opt.param_groups for p in opt_group["params"]]
+    params = dist.trained(agent.opt)
     batch = replace(batch, ids=batch.ids.cpu())  # for layouts
     for i, (rows, n_rows) in enumerate(minibatches(cfg, rng, batch.groups)):
         part = minibatch(agent, batch, rows)

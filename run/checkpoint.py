@@ -257,7 +257,7 @@ def training_state(agent):
 def restore(agent, checkpoint):
     """Copies the tensors of a Checkpoint into models and optimizer, then releases the file."""
     if checkpoint.step > 0:  # a step with gradients of 0 makes the moments, to be filled
-        for p in (p for group in agent.opt.param_groups for p in group["params"]):
+        for p in dist.trained(agent.opt):
             p.grad = torch.zeros_like(p)
         agent.opt.step()
         agent.opt.zero_grad()

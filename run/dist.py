@@ -45,8 +45,8 @@ def all_reduce(x, op=distributed.ReduceOp.SUM):
     return x
 
 def largest(n):
-    """The largest of an integer over all ranks."""
-    return all_reduce(torch.tensor(n), distributed.ReduceOp.MAX).item()
+    """The largest of an integer or a bool over all ranks, as an integer."""
+    return all_reduce(torch.tensor(int(n)), distributed.ReduceOp.MAX).item()
 
 def numbered(groups):
     """The numbers of this rank's rows, of numbered groups (B,), among those of all ranks, and how
@@ -115,6 +115,10 @@ def copy_weights(copied, policy):
         raise UserError(f"cannot copy the policy: only one of the two has {min(differing)}")
     for name, p in target.items():
         p.copy_(source[name])
+
+def trained(opt):
+    """The parameters of an optimizer."""
+    return [p for group in opt.param_groups for p in group["params"]]
 
 def sum_gradients(params):
     """Sums gradients over the ranks; without rows a rank has none."""

@@ -79,6 +79,10 @@ def grid(groups, device="cpu"):
     place = of_group.flatten().nonzero()[:, 0][order.argsort()]
     return rows.to(device), place.to(device)
 
+def vary(mean, std):
+    """Whether numbers with this mean and std differ by more than rounding, a millionth."""
+    return std > 1e-6 * mean.abs().clamp(min=1)
+
 # ---------------------------------------------------------------- micro-batches
 
 MICRO_TOKENS = 2048     # per micro-batch on a CPU; see also `pretrained.micro_tokens`

@@ -327,21 +327,17 @@ def frozen(model):
     return copied
 
 # ------------------------------------------------------------------- the memory
+KEPT = 4 / 3        # on a CPU so much more is taken, as freed blocks are kept (device.prepare)
 
 def check_room(model, cfg, longest):
     """UserError if a run (longest 0: the model alone) would not fit the memory."""
     need = 4 * sum(p.numel() for p in model.parameters())
     if longest:
-        need = resident(model, cfg, longest)
+        need = memory(model, cfg, longest)
     free = free_memory(device_of(cfg))
     if need > free:
         raise UserError(f"this needs about {need / 1e9:.1f} GB, and {free / 1e9:.1f} are free: "
                         f"lower --micro_tokens, --max_new, --group or --prompts")
-
-def resident(model, cfg, longest):
-    """`memory`; on a CPU a third more, as lies between the blocks that are kept once freed."""
-    more = 4 / 3 if device_of(cfg).type == "cpu" else 1
-    return more * memory(model, cfg, longest)
 
 def memory(model, cfg, longest):
     """About the bytes of a run: its models, and the larger of rollout and update."""
@@ -370,7 +366,8 @@ def memory(model, cfg, longest):
     logits = min(most_logits(device_of(cfg)), c.vocab_size * tokens)
     logits = 2 * b * logits + 8 * min(2 ** 22, logits)  # in float32 a few rows
     update = 4 * trained + policies * stored * tokens + logits
-    return 12 * trained + copies * frozen + cache * static + max(reading, decoding, update)
+    need = 12 * trained + copies * frozen + cache * static + max(reading, decoding, update)
+    return need * (KEPT if device_of(cfg).type == "cpu" else 1)
 
 def free_memory(device):
     """Free bytes on a device, or of a container's limit, infinite if unknown."""
@@ -393,6 +390,6 @@ def micro_tokens(model, cfg, longest):
     while (not cfg.micro_tokens and device.type == "cuda" and n < 32768
            and memory(model, replace(cfg, micro_tokens=2 * n), longest) < 0.6 * free):
         n *= 2
-    need = resident(model, replace(cfg, micro_tokens=n), longest)
+    need = memory(model, replace(cfg, micro_tokens=n), longest)
     print0(f"memory: needs about {max(need / 1e9, 0.1):.1f} GB, {free / 1e9:.1f} GB are free")
     return n

@@ -56,7 +56,7 @@ a sequence ratio instead of token ratios | grpo.py | loss
 the sequence ratio is a sum, not a mean | grpo.py | oracle -k gspo
     log_ratio.sum(1, keepdim=True) / length)  =>  log_ratio.sum(1, keepdim=True))
 equal rewards give scores that are not exactly 0 | grpo.py | loss
-    dead = std <= 1e-6  =>  dead = std < 0
+    dead = ~passes.vary(mean, std)  =>  dead = std < 0
 Bessel's correction | grpo.py | loss
     (square.sum((1, 2), keepdim=True) / n)  =>  (square.sum((1, 2), keepdim=True) / (n - 1))
 group statistics are computed over the batch | grpo.py | loss

@@ -30,7 +30,7 @@ HELD_OUT = 200
 SHORT = 200     # characters; of longer training questions fewer groups have a right answer
 EVALUATE = report.evaluate
 # No KL: dead groups then cost no update.
-ON_CPU = ("--prompts 6 --group 8 --max_new 288 --minibatches 1 --steps 48 --lr 2e-6 --kl none "
+ON_CPU = ("--prompts 6 --group 8 --max_new 288 --minibatches 1 --steps 36 --lr 2e-6 --kl none "
           "--dtype bfloat16 --samples 4 --save_every 8").split()
 TINY = ("--prompts 2 --group 2 --max_new 8 --minibatches 1 --steps 2 --kl none --samples 2 "
         "--save_every 1").split()

@@ -108,7 +108,7 @@ def a_token(found, at, policy, rows, copied):
     found |= {"ms": 1e3 * token, "tokens/s": rows / token, "share": moved / copied / token}
     if policy.kv_cache == "static":
         *_, step = caches.MEMORY[policy].steps.values()
-        h, u = step.h[:, 0], torch.rand(len(step.h)).to(policy.device)
+        h, u = step.h, torch.rand(len(step.h)).to(policy.device)
         p, graph = policy.probs(h), step.graph and step.graph.replay
         for name, f in (("graph", graph), ("head and softmax", lambda: policy.probs(h)),
                         ("drawing", lambda: caches.draw(p, u))):

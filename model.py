@@ -319,8 +319,8 @@ def token_logps(gpt, ids, mask, temperature, critic=None, layout_of=Rows):
     scored, tokens, index = layout.once(at, ids[:, 1:].flatten()[at])
     h = gpt(before, layout=layout)  # (B, T - 1, C)
     states = F.embedding(send(scored, device), h.flatten(0, 1))
-    logp = gpt.logps(states / temperature, send(tokens, device))                  # (n,)
-    logp = logp.index_select(0, send(index, device))                              # (m,)
+    logp = gpt.logps(states / temperature, send(tokens, device))  # (n,)
+    logp = logp.index_select(0, send(index, device))  # (m,)
     logp = logp.new_zeros(before.numel()).index_copy(0, send(at, device), logp)
     logp = F.pad(logp.view_as(before), (1, 0))  # column t belongs to token t
     if critic is None:

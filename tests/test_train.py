@@ -95,13 +95,14 @@ def test_speeds_are_tokens_by_seconds(monkeypatch):
 
 def test_the_clock_is_told_between_rollout_and_update(monkeypatch):
     seen = []
-    for module, name in ((grpo, "rollout"), (report.Clock, "has_sampled"), (grpo, "update")):
+    order = ["rollout", "has_sampled", "release", "update"]
+    for module, name in zip((grpo, report.Clock, grpo.caches, grpo), order):
         def noted(*given, name=name, real=getattr(module, name)):
             seen.append(name)
             return real(*given)
         monkeypatch.setattr(module, name, noted)
     grpo.train_step(new_agent(kl="none"), PROBLEMS, 1)
-    assert seen == ["rollout", "has_sampled", "update"]
+    assert seen == order
 
 
 def test_the_rate_and_the_coefficient_of_now_are_logged():

@@ -35,6 +35,22 @@ def read_json(text, source):
     need(isinstance(value, dict), source, "hold a JSON object", value)
     return value
 
+def read_lines(path, problem_of):
+    """`problem_of` of the JSON in each line of a file that is not blank; UserError if it fails."""
+    if not path:
+        raise UserError("no file is named: --test FILE and, to train, --train FILE")
+    found, n = [], 0
+    try:
+        with open(fetched(path), "rb") as file:
+            for n, line in enumerate(file, 1):
+                if text := line.decode("utf-8-sig").strip():
+                    found.append(problem_of(json.loads(text)))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+        raise UserError(f"{path}, line {n}: {e.__class__.__name__}: {e}; each line must be a JSON "
+                        "object, as pandas.read_parquet(FILE).to_json(NEW, orient='records', "
+                        "lines=True) makes of a parquet file") from e
+    return found
+
 def strict(x):
     """A value for JSON, which has no NaN and no infinities: None takes their place."""
     if isinstance(x, dict):

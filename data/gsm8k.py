@@ -5,11 +5,10 @@ r"""GSM8K, grade-school word problems, from the published JSONL files:
 Each line has a `question` and an `answer`, which is the working followed by `#### n`. A completion
 must give the same number in its last \boxed{}, in whatever format `one_number` reads.
 """
-import json
 import re
 from typing import NamedTuple
 
-from data import UserError, fetched
+from data import read_lines
 from data.answers import boxed, last_number, one_number, steps  # noqa: F401, re-exports steps
 
 # An estimate for 0.5 billion parameters on a 24 GB GPU.
@@ -21,9 +20,6 @@ def prompt(question):
     Qwen2.5-Coder-0.5B solves 20 %, but 7.5 % if asked for tags."""
     return question + "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
-WANTED = ("each line must be a JSON object with question and answer; of a parquet file "
-          "pandas.read_parquet(FILE).to_json(NEW, orient='records', lines=True) makes such lines")
-
 class Problem(NamedTuple):
     prompt: str
     answer: str     # "1080"
@@ -32,26 +28,10 @@ class Problem(NamedTuple):
 def problems(train="", test="", longest=100_000):
     """Training problems from --train, which evaluations do not need, and held-out problems from
     --test. --longest N leaves out those whose question has more than N characters."""
-    training = read(train, "train") if train else []
+    training = read_lines(train, problem_of) if train else []
     most = len(prompt("")) + longest
     return tuple([p for p in part if len(p.prompt) <= most]
-                 for part in (training, read(test, "test")))
-
-def read(path, flag):
-    """The problems in a file, less blank lines; UserError if it has another format."""
-    if not path:
-        raise UserError("gsm8k needs --test FILE, and --train FILE to train: JSONL files of "
-                        "questions and answers")
-    rows, n = [], 0
-    try:
-        with open(fetched(path), "rb") as file:
-            for n, line in enumerate(file, 1):
-                text = line.decode("utf-8-sig").strip()
-                if text:
-                    rows.append(problem_of(json.loads(text)))
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-        raise UserError(f"--{flag} {path}, line {n}: {e.__class__.__name__}: {e}; {WANTED}") from e
-    return rows
+                 for part in (training, read_lines(test, problem_of)))
 
 def problem_of(row):
     """The problem in a line's JSON; an exception for another format."""

@@ -172,7 +172,7 @@ def chosen_frame(files, about, hf, special, asked):
     template = None if chat == "none" else find_template(files, about)
     if template is None:
         if system or chat in THINKING:
-            raise UserError("--system and --chat think need a chat template, and there is none")
+            raise UserError("--system and --chat think need a chat template, and none is used")
         return Frame("none" if chat == "none" else "", before=opening(hf, special))
     if "added_tokens_decoder" not in about:         # in older checkpoints
         about = about | read_json(files.get("special_tokens_map.json", b"{}"), FILES[4])

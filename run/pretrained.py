@@ -137,7 +137,8 @@ def load(folder):
         return fill(model, read_weights(model, folder))
     except (OSError, SafetensorError, RuntimeError, LookupError, TypeError) as e:
         why = " ".join(str(e).split())          # PyTorch's has several lines
-        raise UserError(f"{folder}: cannot read its tensors: {why:.300}") from e
+        raise UserError(f"{folder}: cannot read its tensors: {why:.300}: see \"Where models and "
+                        "data come from\" in docs/troubleshooting.md") from e
 
 def without_memory(folder):
     """The model in `folder` on the meta device, without memory for its weights."""
@@ -385,8 +386,8 @@ def free_memory(device):
 
 def micro_tokens(model, cfg, longest):
     """--micro_tokens, or 2,048, on CUDA up to 32,768 within 60 % of the memory; prints the need."""
-    device = device_of(cfg)
-    free, n = free_memory(device), cfg.micro_tokens or MICRO_TOKENS
+    device, n = device_of(cfg), cfg.micro_tokens or MICRO_TOKENS
+    free = free_memory(device) + sum(p.nbytes for p in model.parameters())   # it is loaded
     while (not cfg.micro_tokens and device.type == "cuda" and n < 32768
            and memory(model, replace(cfg, micro_tokens=2 * n), longest) < 0.6 * free):
         n *= 2

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import data
-from data import UserError, answer_of, printable, turns
+from data import UserError, answer_of, printable
 from data.tokenizer import pieces
 from run import dist, files, passes, signals
 from run.device import device_of, dtype_of
@@ -56,14 +56,13 @@ def coloured(piece, adv):
 def print_group(batch, encoding):
     """Prints distinct completions of a group: at most four, of highest and lowest reward."""
     prompt = on_one_line(batch.problems[0].prompt)
-    if len(prompt) > 60:
-        prompt = f"{prompt[:56]} ... "
+    print0(f"    {prompt if len(prompt) <= 96 else prompt[:92] + ' ...'}")
     reward = batch.reward.sum(1).tolist()
     alike = {}  # the rows of each completion and reward
     for row in range(len(reward)):
         alike.setdefault((reward[row], str(batch.texts[row])), []).append(row)
     distinct = sorted(alike.values(), key=lambda same: -reward[same[0]])
-    for same in distinct if len(distinct) <= 4 else distinct[:2] + distinct[-2:]:
+    for same in distinct[:2] + distinct[2:][-2:]:
         row = same[0]
         mask = batch.mask[row]
         adv = batch.adv[row][mask].tolist() or [0.0]    # of a row without a sampled token
@@ -72,7 +71,9 @@ def print_group(batch, encoding):
         for n, reply in zip(reversed(places), reversed(batch.texts[row][1::2])):
             said.insert(n, f"[{on_one_line(reply)}]")
         of = "" if max(adv) - min(adv) < 0.005 else "of the first token "
-        print0(f"    {len(same)}x {prompt}{''.join(said)}   reward {reward[row]:g}  "
+        parts = [f"{name} {x[row]:g}" for name, x in batch.components.items() if name != "reward"]
+        parts = f" ({', '.join(parts)})" if len(parts) > 1 else ""
+        print0(f"      {len(same)}x {''.join(said)}   reward {reward[row]:g}{parts}  "
                f"advantage {of}{adv[0]:+.2f}", coloured=True)
 
 def header(cfg, encoding, policy, problems, held_out):
@@ -131,13 +132,13 @@ def percentages(results):
         shown.append(f"of {results['held_out']} problems")
     return "  ".join(shown)
 
-def dialogue(encoding, question, batch, episodes=None):
-    """A question and its completion for a terminal, with replies in brackets."""
-    [completion] = turns.texts(encoding, batch, episodes)
-    if episodes is not None:
+def completion_of(batch):
+    """A Batch's first completion for a terminal, with replies in brackets."""
+    completion = batch.texts[0]
+    if isinstance(completion, list):
         completion = "".join(f"[{turn}]" if i % 2 else turn for i, turn in enumerate(completion))
-    cut = "" if batch.finished[0] else f"\n(cut off after {int(batch.mask.sum())} tokens)"
-    return question + "\n" * bool(encoding.frame.after) + completion + cut
+    cut = "" if batch.finished[0] else f"\n(cut off after {int(batch.mask[0].sum())} tokens)"
+    return completion + cut
 
 def farewell(cfg, question):
     """Says what the run has gained, and where report and model are."""
@@ -284,6 +285,10 @@ def evaluate(agent, problems, generate):
     greedy, sampled = [], []
     for some in chunks("greedy evaluation", problems, rows):
         greedy.append(generate(agent, some, 1))
+    if greedy:
+        frame, prompt = agent.encoding.frame, greedy[0].problems[0].prompt
+        whole = frame.before + prompt + frame.after + completion_of(greedy[0])
+        print0(f"    {on_one_line(whole)}")
     for some in chunks("evaluation", problems, max(1, rows // cfg.samples)):
         sampled.append(generate(agent, some, cfg.samples, rng))
     return solved(agent.task, greedy, sampled, cfg.samples)
@@ -336,17 +341,17 @@ def majority_at(k, right, answers):
 
 PAGE = Path(__file__).parent / "page"
 MOST = 3_000_000        # about as many bytes of samples.jsonl on one page, over all its runs
-DUE = [0.0]             # when the page of a run may be rewritten: that takes 1 % of its time
+DUE = {}                # when the page of a folder may be rewritten: that takes 1 % of the time
 
 def refresh(folder, last=True):
     """Rewrites the report of a run, if due or the last time; the run goes on if that fails."""
     began = time.perf_counter()
-    if dist.rank() == 0 and (last or began >= DUE[0]):
+    if dist.rank() == 0 and (last or began >= DUE.get(folder, 0)):
         try:
             write([folder])
         except (UserError, OSError) as e:
             print0(f"note: no report: {e}")
-        DUE[0] = began + 100 * (time.perf_counter() - began)
+        DUE[folder] = began + 100 * (time.perf_counter() - began)
 
 def write(folders, out=""):
     """Writes report.html on a run, or comparison.html, into `out` or the first folder; its path."""

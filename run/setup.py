@@ -77,8 +77,9 @@ def to_train_on(cfg, task):
     train = [copy.copy(p) for p in train]  # groups go by objects
     same = shown if hasattr(task, "reply") else attrgetter("prompt")    # a game hides the rest
     known = {*map(same, train)}
-    if n := sum(same(p) in known for p in held_out):
-        print0(f"note: {n} of {len(held_out)} held-out problems are also training problems")
+    if both := [p.prompt for p in held_out if same(p) in known]:
+        print0(f"note: {len(both)} of {len(held_out)} held-out problems are also training "
+               f"problems: {both[0]!r:.80}")
     return train, held_out
 
 def fingerprint(cfg, train, held_out):
@@ -200,7 +201,8 @@ def ask(agent, question, sample):
     room = min(agent.cfg.max_new, agent.policy.cfg.block_size - len(ids))
     batch = sample(agent.sampler, [ids], 1, [max(1, room)], agent.cfg.temperature,
                    agent.encoding.stop, reply=episodes)
-    return report.dialogue(agent.encoding, question, batch, episodes)
+    batch.texts = turns.texts(agent.encoding, batch, episodes)
+    return question + "\n" * bool(agent.encoding.frame.after) + report.completion_of(batch)
 
 # --------------------------------------------------------------- the warm start
 

@@ -84,7 +84,7 @@ def test_the_parameters_of_problems_are_flags(argv, seed, own, mine):
 
 def test_the_help_has_a_tasks_defaults_and_settings(mine, capsys):
     said = shown_help(capsys, grpo.Config, "--task", mine, "--lr", "1")
-    for text in ("its own: size 4, prompts 7", "Of `size` digits.", "--size INT [3]", "--file STR"):
+    for text in ("mine.py: size 4, prompts 7", "Of `size` digits.", "--size INT [3]", "--file STR"):
         assert text in said
 
 

@@ -180,8 +180,13 @@ def test_eval_only_evaluates_all_held_out_problems_and_writes_nothing(whole, cap
     assert seen.of("evaluate")[0].got == found
     names = ("greedy", "pass@1", "pass@8", "maj@8")
     want = "  ".join(f"{name} {found[name]:.1%}" for name in names)
-    want += f"  of {len(AWAY)} problems\n"
-    assert capsys.readouterr().out == want and contents(whole.folder) == before
+    want += f"  of {len(AWAY)} problems"
+    shown, said = capsys.readouterr().out.splitlines()
+    first = seen.of("sample")[0].got
+    text = texts(first.ids[:1].tolist())[0]
+    cut = "" if first.finished[0] else f" ⏎ (cut off after {first.mask[0].sum()} tokens)"
+    assert shown == f"    {report.on_one_line(text)}{cut}" and said == want
+    assert contents(whole.folder) == before
 
 
 def test_ask_completes_the_question_alone_and_greedily(whole, capsys):

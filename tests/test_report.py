@@ -194,31 +194,35 @@ def test_the_header_says_with_what_a_run_works(settings, noted, capsys):
 
 
 GROUP = [("b", 1), ("a", 0), ("b", 1), ("cc", 2), ("b", 1), ("d", 0.5), ("e", 0.7), ("f", 3)]
-LONG = "a" * 20 + "b" * 41
+LONG = "a" * 20 + "b" * 77
 
 
 @pytest.mark.parametrize("rows, prompt, reward, said", [
-    (slice(0, 8), "?", 1, ["1x ?f", "1x ?cc", "1x ?d", "1x ?a"]),
-    (slice(0, 4), "?", 1, ["1x ?cc", "2x ?b", "1x ?a"]),
-    (slice(0, 4), "\n", 0.25, ["1x  ⏎ cc", "1x  ⏎ b", "1x  ⏎ b", "1x  ⏎ a"]),    # a row was cut off
-    (slice(3, 4), LONG, 1, [f"1x {LONG[:56]} ... cc"])])
+    (slice(0, 8), "?", 1, ["?", "1x f", "1x cc", "1x d", "1x a"]),
+    (slice(0, 4), "?", 1, ["?", "1x cc", "2x b", "1x a"]),
+    (slice(0, 4), "\n", 0.25, [" ⏎ ", "1x cc", "1x b", "1x b", "1x a"]),    # a row was cut off
+    (slice(3, 4), LONG, 1, [f"{LONG[:92]} ...", "1x cc"])])
 def test_a_group_is_shown_as_its_distinct_completions(
         rows, prompt, reward, said, capsys, monkeypatch):
-    """At most four, the best and the worst, with how often each was sampled."""
+    """Below the prompt at most four, the best and the worst, with how often each was sampled."""
     ids = torch.tensor([[63, *x.encode().ljust(2, b"\0")] for x, _ in GROUP])
     rewards = torch.tensor([[float(r)] for _, r in GROUP])
+    flat = rewards[:, 0]
     batch = batch_of(ids > 63, ids=ids, reward=rewards.clone(), texts=[x for x, _ in GROUP],
                      adv=rewards + torch.tensor([0.0, -1.0, 1.0]),
-                     problems=[SimpleNamespace(prompt=prompt)] * 8)
+                     problems=[SimpleNamespace(prompt=prompt)] * 8,
+                     components={"correct": flat, "reward": flat, "own": flat / 4})
     batch.reward[2] = reward
     monkeypatch.setenv("NO_COLOR", "1")
     part = passes.select(batch, torch.arange(8)[rows], 3)
     report.print_group(part, byte_encoding())
-    found = capsys.readouterr().out.splitlines()
-    first = "+2.00" if "f" in said[0] else "of the first token +1.00"
-    assert found[0].endswith(f"   reward {rewards[rows].max():g}  advantage {first}")
-    for line, begin in zip(found, said, strict=True):
-        assert line.startswith(f"    {begin}   reward ")
+    asked, *found = capsys.readouterr().out.splitlines()
+    first = "+2.00" if "1x f" in said else "of the first token +1.00"
+    most = rewards[rows].max()
+    assert asked == "    " + said[0]
+    assert found[0].endswith(f" {most:g} (correct {most:g}, own {most / 4:g})  advantage {first}")
+    for line, begin in zip(found, said[1:], strict=True):
+        assert line.startswith(f"      {begin}   reward ")
 
 
 # -------- samples.jsonl
@@ -271,7 +275,7 @@ def test_every_number_is_what_one_row_gives_in_float64(made):
 def test_the_widest_group_is_chosen_and_another_at_random(made):
     """At the first step, every --save_every, and the last, where the first is printed, too."""
     parts = re.split(r"^step \d/", made.said, flags=re.M)[1:]
-    assert [len(re.findall(r"^    \d+x ", x, re.M)) for x in parts] == [4, 4, 0, 4, 4]
+    assert [len(re.findall(r"^      \d+x ", x, re.M)) for x in parts] == [4, 4, 0, 4, 4]
     assert [(x["step"], x["which"]) for x in made.lines] == [
         (step, which) for step in (1, 2, 4, 5) for which in ("spread", "random")]
     rewards = torch.tensor([1., 1, 0, 2, 3, 1, 0, 0])[:, None]
@@ -375,13 +379,13 @@ def test_runs_are_put_beside_one_another(made, tmp_path, capsys, monkeypatch):
 
 
 def test_a_page_takes_a_hundredth_of_the_time_of_a_run(monkeypatch):
-    times, written = iter((10, 12, 209, 210, 212, 220, 222)), []
+    times, written = iter((10, 12, 209, 210, 211, 212, 214, 220, 222)), []
     monkeypatch.setattr(report.time, "perf_counter", lambda: next(times))
     monkeypatch.setattr(report, "write", written.append)
-    monkeypatch.setattr(report, "DUE", [0.0])
-    for name in "abcd":
-        report.refresh(name, name == "d")
-    assert written == [["a"], ["c"], ["d"]]
+    monkeypatch.setattr(report, "DUE", {})
+    for name in "aabaa":
+        report.refresh(name, last=len(written) == 3)
+    assert written == [["a"], ["b"], ["a"], ["a"]]
 
 
 def test_a_page_that_cannot_be_written_is_one_line(made, tmp_path, capsys):

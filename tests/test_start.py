@@ -360,11 +360,13 @@ def test_what_a_micro_batch_needs(changes, more, monkeypatch):
 
 
 def test_tokens_of_a_micro_batch_are_given_or_found_by_the_memory(monkeypatch, capsys):
-    """On CUDA a power of two from 2,048 to 32,768 that takes at most 60 % of what is free."""
+    """On CUDA a power of two from 2,048 to 32,768 that takes at most 60 % of what is free, or has
+    the loaded model."""
     def of(device, n=0):
         cfg = Config(**TINY | dict(device=device, micro_tokens=n, group=66))
         return pretrained.micro_tokens(model, cfg, 1000), memory(model, cfg, 1000)
     model = tiny_model()
+    loaded = 4 * sum(p.numel() for p in model.parameters())
     assert of("cpu")[0] == 2048 and of("cpu", 77)[0] == 77
     assert 4 * pretrained.most_logits(CPU) == 2 ** 30
     with pretend.cuda() as device:
@@ -372,10 +374,10 @@ def test_tokens_of_a_micro_batch_are_given_or_found_by_the_memory(monkeypatch, c
         for n, share, found in ((2048, 0.9, 2048), (4096, 0.999, 2048), (4096, 1.001, 4096),
                                 (32768, 1.001, 32768), (65536, 2, 32768)):
             free = share * of("cuda", n)[1] / 0.6
-            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 8e10))
+            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free - loaded, 8e10))
             assert of("cuda")[0] == found and of("cuda", 77)[0] == 77
         monkeypatch.setattr(pretrained, "memory", lambda *_: 1_750_000_000)
-        monkeypatch.setattr(pretrained, "free_memory", lambda device: 4_250_000_000)
+        monkeypatch.setattr(pretrained, "free_memory", lambda device: 4_230_000_000)
         capsys.readouterr()
         assert of("cuda", 77)[0] == 77
         assert capsys.readouterr().out == "memory: needs about 1.8 GB, 4.2 GB are free\n"

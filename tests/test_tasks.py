@@ -274,7 +274,7 @@ GOOD = b'{"question": "q", "answer": "#### 1"}'
 @pytest.mark.parametrize("why, lines", [
     ("RecursionError", [b"[" * 100_000]), ("must be a JSON object", [b"[]", b"7"]),
     ("UnicodeDecodeError", [b"\xef\xbb"]), ("Unterminated string", [b'{"question": "q']),
-    ("with question and", [b'{"question": 1, "answer": "#### 1"}', b'{"answer": "#### 1"}', b"{}"]),
+    ("must be a JSON object", [b'{"question": 1, "answer": "#### 1"}', b'{"answer": "#### 1"}', b"{}"]),
     ("to_json", [b"PAR1\x15\x98"]),
     ("KeyError: 'answer'", [b'{"question": "q"}']), ("#### n", [GOOD.replace(b"#", b"")]),
     ("#### n", [GOOD.replace(b"1", x) for x in (b"9" * 5000, b"1 or 2")])])
@@ -282,10 +282,10 @@ def test_a_bad_line_of_a_file_is_named(tmp_path, why, lines):
     path = tmp_path / "rows.jsonl"
     for line in lines:
         path.write_bytes(GOOD + b"\n \n" + line + b"\n" + GOOD)
-        with pytest.raises(UserError, match=rf"--train .*rows.jsonl, line 3: .*{why}") as e:
+        with pytest.raises(UserError, match=rf"^.*rows.jsonl, line 3: .*{why}") as e:
             gsm8k.problems(str(path))
         assert len(str(e.value)) < 500
-    with pytest.raises(UserError, match="needs --test FILE"):
+    with pytest.raises(UserError, match="no file is named: --test FILE"):
         gsm8k.problems()
 
 

@@ -358,10 +358,10 @@ def test_the_terminal_shows_replies_apart(echo, capsys):
     b.adv = torch.where(b.mask, 0.5, 0)
     part = passes.select(b, torch.arange(8), b.ids.size(1))
     report.print_group(part, ENCODING)
-    lines = capsys.readouterr().out.splitlines()
+    _, *lines = capsys.readouterr().out.splitlines()
     want = ["".join(f"[{x}]" if k % 2 else x for k, x in enumerate(said)) for said in b.texts[:8]]
     assert len(lines) == 4 and any(line.count("[") > 1 for line in lines)
-    assert all(any(f"={text}   reward" in line for text in want) for line in lines)
+    assert all(any(f"x {text}   reward" in line for text in want) for line in lines)
     found = report.record(agent, part, part.logp, part.logp)
     for said, places, tokens in zip(part.texts, found["replies"], found["tokens"], strict=True):
         cuts = [0, *places, len(tokens)]

@@ -89,20 +89,19 @@ def running(cfg, saved=None):
         raise
 
 def keep_best(agent, step, results):
-    """Under --eval_every, writes best/ if pass@1 is the highest on so many problems and samples."""
+    """Under --eval_every, writes best/ if pass@1 is the highest so far."""
     cfg = agent.cfg
     if not cfg.eval_every or dist.rank() > 0:
         return
     best = cfg.folder / "best"
     note = best / "best.json"
-    of = {"held_out": cfg.held_out, "samples": cfg.samples}
     known = read_json(note.read_bytes(), note) if note.exists() else {}
-    if {**known, **of} == known and results["pass@1"] <= known.get("pass@1", -1):
+    if results["pass@1"] <= known.get("pass@1", -1):
         return
     note.unlink(missing_ok=True)  # its last file: without it the rest counts for none
     pretrained.save(agent.policy, best, agent.encoding.files)
     files.write_whole(best / "run.json", (cfg.folder / "run.json").read_text())
-    files.write_whole(note, json.dumps({"step": step, **of, **results}))
+    files.write_whole(note, json.dumps({"step": step, **results}))
 
 # ---------------------------------------------------------------------- loading
 

@@ -69,8 +69,7 @@ def read(config, about, argv):
         add_flag(group, name, type(default), default, "")
     parser.add_argument("-h", "--help", action="help", help="print this")
     defaults = ", ".join(f"{name} {x}" for name, x in task.DEFAULTS.items())
-    epilog = (f"Defaults are in brackets, but --algo may have others, or else --task {task_name}: "
-              f"{defaults}")
+    epilog = f"Defaults in brackets yield to those of --algo and --task {task_name}: {defaults}"
     parser.epilog = textwrap.fill(epilog, 100, break_on_hyphens=False)
 
     given, unknown = parser.parse_known_args(argv)

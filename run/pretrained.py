@@ -20,10 +20,7 @@ from run.files import write_tensors, write_whole
 from run.passes import MICRO_TOKENS
 from run.terminal import print0
 
-# For a fork. EXTRA: fields of GPTConfig that no family has, and their names in config.json. NEW:
-# what fills a parameter that a file lacks, by the end of its name: {"self_attn.temperature": 1.0}.
-EXTRA = {}
-NEW = {}
+EXTRA = {}      # for a fork: fields of GPTConfig that no family has, and names in config.json
 
 # The fields of GPTConfig that distinguish a family, and the names of the others in config.json.
 FAMILIES = {"llama": {}, "mistral": {}, "qwen2": dict(bias="qkv"),
@@ -193,10 +190,6 @@ def read_weights(model, folder):
         if not torch.equal(head, weights.get("embed_tokens.weight", head)):
             raise UserError(f"{folder}: tie_word_embeddings is true, but lm_head.weight is not the "
                             f"embedding: set it to false, or remove the tensor")
-    for name in shapes.keys() - weights.keys():
-        for end, x in NEW.items():
-            if name.endswith(end):
-                weights[name] = torch.full(shapes[name], float(x))
     foreign = weights.keys() - shapes.keys()
     missing = [name for name, parts in names.items() if not weights.keys() >= {*parts}]
     if foreign or missing:

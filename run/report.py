@@ -207,7 +207,7 @@ def record(agent, batch, new_logp, entropy):
         "completions": batch.texts,
         "finished": batch.finished.tolist(),
         "rewards": rounded(batch.reward.sum(1)),
-        "parts": {name: rounded(x) for name, x in batch.components.items()},
+        "parts": {name: rounded(x) for name, x in batch.components.items() if name != "reward"},
         "tokens": [pieces(agent.encoding, row[on].tolist()) for row, on in zip(batch.ids, mask)],
         "advantages": numbers(batch.adv, mask),
         "logp": numbers(batch.logp, mask),

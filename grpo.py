@@ -80,7 +80,7 @@ class Config:
     samples: int = 8            # completions per held-out problem
     save_every: int = 10        # steps between checkpoints, and logged samples
     # reward
-    reward: Literal["rule", "model", "rollouts"] = "rule"   # or a model fitted to it, or rollouts
+    reward: Literal["rule", "model", "rollouts"] = "rule"   # rule, a model of it, or of rollouts
     supervision: Literal["outcome", "process"] = "outcome"  # rewards completions or reasoning steps
     # advantage
     baseline: Baseline = "group"    # subtracted from rewards; group+value: both, by GAE
@@ -452,12 +452,11 @@ def policy_loss(logp, batch, weight, n_tokens, cfg, beta):
     """Minus the clipped surrogate, plus beta times a KL in the loss (eq. 3, 4), and statistics: the
     loss, and means over the n_tokens of the minibatch. With k3 in the loss the gradient for logp at
     ratio 1 is eq. 21: -weight * (adv + beta * (pi_ref / pi - 1))."""
-    old_logp = batch.old_logp
-    if old_logp is None:
-        old_logp = logp.detach()  # ratio 1
+    old_logp = logp.detach() if batch.old_logp is None else batch.old_logp
     log_ratio = torch.where(batch.mask, logp - old_logp, 0)
     ratio = importance_ratio(log_ratio, batch.mask, cfg)
     gain, is_clipped = surrogate(ratio, logp, batch.adv, batch.mask, cfg)
+    assert gain.shape == ratio.shape, "surrogate must return tensors (B, T)"
     per_token = -gain
     stats = {"clip_share": is_clipped.sum() / n_tokens}
     if batch.ref_logp is not None:

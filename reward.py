@@ -276,9 +276,10 @@ def fit_and_measure(agent, batches, n_held_out, rng):
     else:
         reward_model.norm[1] = 1  # finite: of steps the probabilities count
     terminal.print0(f"reward model  fitted to {len(to_fit['ids'])} completions  held out: accuracy "
-                f"{accuracy:.1%}{f' (best of {K})' * (K > 1)}, chance {chance:.1%}")
+                f"{accuracy:.1%}{f' (a best of {K})' * (K > 1)}, a guess {chance:.1%}")
     if not accuracy > chance:
-        terminal.print0("warning: the reward model is no better than chance: it needs more labels")
+        terminal.print0("warning: the reward model is no better than chance: it needs more labels, "
+                        "from more --prompts or problems")
     return {"rm_accuracy": accuracy}
 
 def labelled(batch):

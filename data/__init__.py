@@ -46,9 +46,9 @@ def read_lines(path, problem_of):
                 if text := line.decode("utf-8-sig").strip():
                     found.append(problem_of(json.loads(text)))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-        raise UserError(f"{path}, line {n}: {e.__class__.__name__}: {e}; each line must be a JSON "
-                        "object, as pandas.read_parquet(FILE).to_json(NEW, orient='records', "
-                        "lines=True) makes of a parquet file") from e
+        raise UserError(f"{path}, line {n}: {e.__class__.__name__}: {e}; lines must be JSON "
+                        "objects, as of pandas.read_parquet(FILE).to_json(NEW, "
+                        "orient='records', lines=True)") from e
     return found
 
 def strict(x):

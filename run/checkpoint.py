@@ -148,12 +148,9 @@ def settings(mode, given, kind):
     if str(known.get("algo")).endswith(".py") and "algo" not in given:
         print0(f"note: without the run's --algo {known.pop('algo')}, which may sample otherwise")
     refuse_foreign_code(known, given, folder)
-    args = known.pop("task_args", {})
-    own = config.own_settings(task, kind)
-    for name in args.keys() - own.keys():
-        print0(f"note: --{name} {args.pop(name)} is gone")
+    args, own = known.pop("task_args", {}), config.own_settings(task, kind)
     if same(given.get("task", name), known.get("task", name)):
-        known |= args
+        known |= {name: x for name, x in args.items() if name in own}
     return known | {"init": str(folder)} | given, None
 
 def same(one, other):
@@ -193,8 +190,8 @@ def compare(folder, problems):
     about = files.about(folder) or files.about(Path(folder).parent)
     for name, x in problems.items():
         if about.get("data", {}).get(name, x) != x:
-            print0(f"note: the problems are others than when the run in {folder} began: seed what "
-                   f"draws them, sort sets")
+            print0(f"warning: the problems are others than when the run in {folder} began: seed "
+                   f"what draws them, sort sets")
 
 # ----------------------------------------------------------------- a run begins
 

@@ -23,8 +23,8 @@ MODES = dict(resume=dict(action="store_true", help="continue the run in --out"),
              eval_only=dict(action="store_true", help="evaluate the model in --init, or in --out"),
              ask=dict(metavar="QUESTION", help="print the answer of the model in --init or --out"),
              report=dict(metavar="FOLDER", nargs="+", type=os.path.expanduser,
-                         help="compare these runs: on one page, comparison.html in the first "
-                              "folder, or in --out"))
+                         help="these runs on one page, comparison.html in the first folder, "
+                              "or in --out"))
 TABLE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"     # with names of TRL, verl
 # A comment after a field is its help; a comment on a line of its own is the heading of the next.
 COMMENT = re.compile(r"^    (?:(\w+)\s*:[^#\n]*)?#\s*(.*)$", re.M)

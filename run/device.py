@@ -46,7 +46,7 @@ def compile_all(cfg, *modules):
 def prepare():
     """Settings of the process."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # 0.4 s per new shape, which most batches are
-    # Freed blocks of up to 32 MB are kept: page faults took a third of an update of Qwen2.5-0.5B.
+    # Freed blocks are kept: page faults took a third of an update of Qwen2.5-0.5B.
     of_glibc("mallopt", -3, 2 ** 25)        # M_MMAP_THRESHOLD, at its largest
     of_glibc("mallopt", -1, -1)             # M_TRIM_THRESHOLD: never
 

@@ -134,8 +134,7 @@ def load(folder):
         return fill(model, read_weights(model, folder))
     except (OSError, SafetensorError, RuntimeError, LookupError, TypeError) as e:
         why = " ".join(str(e).split())          # PyTorch's has several lines
-        raise UserError(f"{folder}: cannot read its tensors: {why:.300}: see \"Where models and "
-                        "data come from\" in docs/troubleshooting.md") from e
+        raise UserError(f"{folder}: cannot read its tensors: {why:.300}") from e
 
 def without_memory(folder):
     """The model in `folder` on the meta device, without memory for its weights."""
@@ -180,7 +179,7 @@ def read_weights(model, folder):
         parts = names.get(name) or names.get(f"transformer.{name}", [name])     # OpenAI's GPT-2
         pieces = [tensor]
         if parts[0] in shapes:
-            pieces = split(folder, name, tensor, [shapes[part] for part in parts])
+            pieces = split(name, tensor, [shapes[part] for part in parts])
         if not tensor.isfinite().all():
             raise UserError(f"{folder}: {name!r:.200} has numbers that are not finite")
         for part, piece in zip(parts, pieces):
@@ -198,14 +197,10 @@ def read_weights(model, folder):
         raise UserError(f"{folder}: its files {what}: {min(found)!r:.200}, one of {len(found)}")
     return weights
 
-def split(folder, name, tensor, shapes):
-    """A file's tensor as parameters of these shapes; UserError if they do not fit."""
+def split(name, tensor, shapes):
+    """A file's tensor as parameters of these shapes: one, or several in one matrix."""
     tensor = tensor.T if TURNED.search(name) else tensor
-    rows = [shape[0] for shape in shapes if shape]
-    want = [sum(rows), *shapes[0][1:]] if rows else []
-    if [*tensor.shape] != want:
-        raise UserError(f"{folder}: {name!r:.200} has the shape {[*tensor.shape]}, not {want}")
-    return tensor.split(rows) if len(shapes) > 1 else [tensor]
+    return tensor.split([shape[0] for shape in shapes]) if len(shapes) > 1 else [tensor]
 
 def each_tensor(folder):
     """Yields (name, tensor) from a folder's model.safetensors, or from its shards."""
@@ -321,7 +316,7 @@ def frozen(model):
     return copied
 
 # ------------------------------------------------------------------- the memory
-KEPT = 4 / 3        # on a CPU so much more is taken, as freed blocks are kept (device.prepare)
+KEPT = 4 / 3        # on a CPU, where freed blocks are kept (device.prepare)
 
 def check_room(model, cfg, longest):
     """UserError if a run (longest 0: the model alone) would not fit the memory."""

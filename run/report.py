@@ -56,12 +56,13 @@ def coloured(piece, adv):
 def print_group(batch, encoding):
     """Prints distinct completions of a group: at most four, of highest and lowest reward."""
     prompt = on_one_line(batch.problems[0].prompt)
-    print0(f"    {prompt if len(prompt) <= 96 else prompt[:92] + ' ...'}")
     reward = batch.reward.sum(1).tolist()
     alike = {}  # the rows of each completion and reward
     for row in range(len(reward)):
         alike.setdefault((reward[row], str(batch.texts[row])), []).append(row)
     distinct = sorted(alike.values(), key=lambda same: -reward[same[0]])
+    others = f"   ({len(distinct) - 4} others between)" if len(distinct) > 4 else ""
+    print0(f"    {prompt if len(prompt) <= 96 else prompt[:92] + ' ...'}{others}")
     for same in distinct[:2] + distinct[2:][-2:]:
         row = same[0]
         mask = batch.mask[row]
@@ -108,7 +109,8 @@ def step_line(step, total, done):
                "see \"The policy has collapsed\" in docs/troubleshooting.md")
     if "rule_reward" in stats:      # by chance once in 30 runs of 100 steps
         least = min(x["rule_reward"] for x in done[:6])
-        if in_a_row(x["rule_reward"] < least for x in done) == 6:
+        first = done[0]["rule_reward"]      # a fall within six steps to 0 is one, too
+        if in_a_row(least >= x["rule_reward"] < first for x in done) == 6:
             print0("warning: rule_reward fell: --beta may be too low for a learned reward: see "
                    "\"A learned reward\" in docs/questions.md")
     if fallen:
@@ -150,6 +152,8 @@ def farewell(cfg, question):
         print0(f"pass@1 {first['pass@1']:.1%} -> {last['pass@1']:.1%}, greedy "
                f"{first['greedy']:.1%} -> {last['greedy']:.1%} in {last['step']} steps, "
                f"{duration(seconds)}")
+    if cfg.eval_every:
+        print0(f"the model with the highest pass@1 is in {cfg.folder}/best")
     print0(f"curves, and completions token by token: {cfg.folder}/report.html")
     if len(question) > 60 or "\n" in question:
         question = "QUESTION"

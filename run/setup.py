@@ -77,9 +77,8 @@ def to_train_on(cfg, task):
     train = [copy.copy(p) for p in train]  # groups go by objects
     same = shown if hasattr(task, "reply") else attrgetter("prompt")    # a game hides the rest
     known = {*map(same, train)}
-    if both := [p.prompt for p in held_out if same(p) in known]:
-        print0(f"note: {len(both)} of {len(held_out)} held-out problems are also training "
-               f"problems: {both[0]!r:.80}")
+    if n := sum(same(p) in known for p in held_out):
+        print0(f"note: {n} of {len(held_out)} held-out problems are also training problems")
     return train, held_out
 
 def fingerprint(cfg, train, held_out):
@@ -101,7 +100,7 @@ def longest_of(encoding, problems, cfg, model):
     """The number of tokens of the longest prompt, which must fit the context of a model."""
     n, prompt = max((len(encoding.encode_prompt(p.prompt)), p.prompt) for p in problems)
     if model and n + cfg.max_new > model.cfg.block_size:
-        raise UserError(f"a prompt of {n} tokens, {prompt!r:.80}, and --max_new {cfg.max_new} do "
+        raise UserError(f"a prompt of {n} tokens, {prompt[:80]!r}, and --max_new {cfg.max_new} do "
                         f"not fit the model's context of {model.cfg.block_size}: see \"A prompt is "
                         f"too long\" in docs/troubleshooting.md")
     return n
@@ -126,8 +125,9 @@ def check_run(cfg, task, problems):
         raise UserError(f"a learned reward needs {10 * ranks} problems, not {len(problems)}")
     if cfg.reward == "rollouts" and cfg.supervision == "outcome":
         raise UserError("--reward rollouts labels steps: it needs --supervision process")
-    if cfg.reward != "rule" and not cfg.applies_kl:
-        print0("note: without a KL a learned reward ended at 0 % in every trial")
+    if cfg.reward != "rule" and (cfg.beta < 0.2 or not cfg.applies_kl):
+        print0("note: with so small a KL a learned reward is soon exploited: try --beta 1, or 0.2 "
+               "for steps")
     problem, replies = problems[0], hasattr(task, "reply")
     nothing, something = ([""], ["12"]) if replies else ("", "12")
     answer_of(task, nothing)

@@ -297,7 +297,6 @@ def test_the_problems_and_the_task_are_those_of_the_beginning(run, task, tmp_pat
 
     task.write_text(TASK.replace("difficulty", "level"))
     cfg, _ = config_of("--eval_only", "--task", task, "--init", out)
-    assert "note: --difficulty 1 is gone" in capsys.readouterr().out
     assert cfg.task_args == dict(level=2, train=str(other), more="")
     assert "there is no setting difficulty" in fault(capsys, *resume, "--steps", 2)
     task.write_text(TASK)

@@ -225,6 +225,14 @@ def test_a_minibatch_is_what_is_made_of_it(mean, monkeypatch):
     assert all(map(torch.equal, found, wanted)) and not torch.equal(found[0], whole[0])
 
 
+def test_a_surrogate_of_another_shape_is_refused(monkeypatch):
+    """A mean, which would be broadcast in silence."""
+    b, cfg = a_rollout(kl="none")
+    monkeypatch.setattr(grpo, "surrogate", lambda ratio, *_: (ratio.mean(), ratio > 9))
+    with pytest.raises(AssertionError, match=r"surrogate must return tensors \(B, T\)"):
+        updated(b, cfg)
+
+
 @mark.parametrize("replaced", ["surrogate", "policy_loss", "total_loss"])
 def test_a_new_term_of_the_loss_cannot_lose_rows(replaced, monkeypatch):
     """A file, or a notebook, adds one for some of the rows without an advantage."""

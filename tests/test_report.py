@@ -134,15 +134,18 @@ def test_three_steps_without_anything_to_learn_are_told_once(steps, warned, caps
     assert all(f"\n## {heading}\n" in page for heading in (EQUAL, OVER, FELL))
 
 
-def test_a_fall_of_the_true_reward_is_warned_of(capsys):
-    """Once: six times below each of the first six."""
+@pytest.mark.parametrize("earned, warned", [
+    ([0.4, 0.5, 0.3, 0.4, 0.4, 0.4, 0.35] + [0.29] * 9, 13),
+    ([0.06, 0.05, 0.06, 0.02, 0.01] + [0.0] * 9, 11), ([0.0] * 9, None)])
+def test_a_fall_of_the_true_reward_is_warned_of(earned, warned, capsys):
+    """Once: six times below each of the first six, or at 0."""
     stats = dict(reward=0, dead_groups=0, finished=1, seconds=1, lr=1, kl=0, accuracy=0.5)
-    earned = [0.4, 0.5, 0.3, 0.4, 0.4, 0.4, 0.35] + [0.29] * 9
     for n in range(1, len(earned) + 1):
         report.step_line(n, 99, [stats | dict(rule_reward=x) for x in earned[:n]])
     lines = capsys.readouterr().out.splitlines()
-    assert "  rule_reward 0.400  " in lines[0] and "rule_reward fell: --beta may" in lines[13]
-    assert len(lines) == len(earned) + 1
+    assert f"  rule_reward {earned[0]:.3f}  " in lines[0]
+    told = [i for i, line in enumerate(lines) if "rule_reward fell: --beta may" in line]
+    assert told == [warned] * (warned is not None) and len(lines) == len(earned) + len(told)
 
 
 @pytest.mark.parametrize("seconds, total, left", [
@@ -198,7 +201,7 @@ LONG = "a" * 20 + "b" * 77
 
 
 @pytest.mark.parametrize("rows, prompt, reward, said", [
-    (slice(0, 8), "?", 1, ["?", "1x f", "1x cc", "1x d", "1x a"]),
+    (slice(0, 8), "?", 1, ["?   (2 others between)", "1x f", "1x cc", "1x d", "1x a"]),
     (slice(0, 4), "?", 1, ["?", "1x cc", "2x b", "1x a"]),
     (slice(0, 4), "\n", 0.25, [" ⏎ ", "1x cc", "1x b", "1x b", "1x a"]),    # a row was cut off
     (slice(3, 4), LONG, 1, [f"{LONG[:92]} ...", "1x cc"])])
@@ -267,8 +270,10 @@ def test_every_number_is_what_one_row_gives_in_float64(made):
     assert any("" in row[:-1] for line in made.lines for row in line["tokens"])  # half a character
     batch.ends = ~batch.mask            # as in a beginning that was given
     batch.problems = [SimpleNamespace(prompt="?", answer=42)]
+    batch.components["reward"] = batch.components["correct"]
     none = 0 * batch.logp
     found = report.record(agent_of(Config()), batch, none, none)
+    assert found["parts"].keys() == batch.components.keys() - {"reward"}
     assert not any(found["step_rewards"]) and found["answer"] == "42" and "answer" not in line
 
 

@@ -84,10 +84,11 @@ def test_a_tasks_functions_are_tried_once():
     assert tried == [(first, x) for x in ("", "abc", "abc", "", "", "12", "12", "")]
 
 
-def test_a_learned_reward_without_a_kl_is_warned_of(capsys):
-    for reward, kl, noted in (("model", "none", 1), ("rule", "none", 0), ("model", "reward", 0)):
-        setup.check_run(with_(reward=reward, kl=kl), toy(), PROBLEMS)
-        assert capsys.readouterr().out.count("without a KL") == noted
+def test_a_learned_reward_with_too_small_a_kl_is_warned_of(capsys):
+    for reward, kl, beta, noted in (("model", "none", 1, 1), ("model", "reward", 0.1, 1),
+                                    ("rule", "none", 0, 0), ("model", "reward", 0.2, 0)):
+        setup.check_run(with_(reward=reward, kl=kl, beta=beta), toy(), PROBLEMS)
+        assert capsys.readouterr().out.count("so small a KL") == noted
 
 
 def test_the_first_held_out_problems_are_taken():

@@ -272,7 +272,7 @@ GOOD = b'{"question": "q", "answer": "#### 1"}'
 
 
 @pytest.mark.parametrize("why, lines", [
-    ("RecursionError", [b"[" * 100_000]), ("must be a JSON object", [b"[]", b"7"]),
+    ("RecursionError", [b"[" * 100_000]), ("must be JSON objects", [b"[]", b"7"]),
     ("UnicodeDecodeError", [b"\xef\xbb"]), ("Unterminated string", [b'{"question": "q']),
     ("Error: ", [b'{"question": 1, "answer": "#### 1"}', b'{"answer": "#### 1"}', b"{}"]),
     ("to_json", [b"PAR1\x15\x98"]),

@@ -95,7 +95,9 @@ function comparison() {
   const title = `best pass@1: ${best.label}`;
   const note = near.length ? `; within it: ${near.map(run => run.label).join(", ")}` : "";
   if (score(best) >= 0) figure(title, shown(score(best), "pass@1"), interval, note);
-  const differing = fields.filter(name => differs(name) && !["out", "steps"].includes(name));
+  const idle = runs.some(run => run.settings.init) ? ["warm_steps", "warm_lr"] : [];
+  const hidden = ["out", "steps", ...idle];
+  const differing = fields.filter(name => differs(name) && !hidden.includes(name));
   const numbers = ["pass@1", "greedy", "reward", "accuracy", "length"];
   const columns = [
     {name: "run", of: run => run.label},
@@ -274,8 +276,6 @@ const QUANTITIES = {
     of: (g, i, t) => k3(less(at(g.ref_logp, i, t), at(g.logp, i, t)))},
   entropy: {about: "of the distribution at this token after the update, in nats",
     of: (g, i, t) => at(g.entropy, i, t)},
-  surprise: {about: "-log pi of the token when sampled, in nats",
-    of: (g, i, t) => less(0, at(g.logp, i, t))},
 };
 const WHICH = {spread: "widest spread of rewards", random: "at random"};
 

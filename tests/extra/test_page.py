@@ -150,8 +150,7 @@ QUANTITIES = {
     "advantage": lambda g, i, t: g["advantages"][i][t],
     "log-ratio": lambda g, i, t: g["new_logp"][i][t] - g["logp"][i][t],
     "KL": kl,
-    "entropy": lambda g, i, t: g["entropy"][i][t],
-    "surprise": lambda g, i, t: -g["logp"][i][t]}
+    "entropy": lambda g, i, t: g["entropy"][i][t]}
 
 
 def values_of(g, name):
@@ -240,7 +239,7 @@ def test_completions_are_those_of_the_logs(opened, folders, page):
             assert ("a dead group" in about) == (len({*sum(g["step_rewards"], [])}) == 1)
             every = sorted(abs(x) for s in samples for row in values_of(s, name) for x in row)
             most = every[len(every) * 9 // 10]
-            least = "0" if name in ("KL", "entropy", "surprise") else f"≤ {shown(-most)}"
+            least = "0" if name in ("KL", "entropy") else f"≤ {shown(-most)}"
             assert texts(page, "#legend")[0].startswith(f"{least}≥ {shown(most)}{name}: ")
             values = values_of(g, name)
             order = sorted(range(5), key=lambda i: -g["rewards"][i])    # ties as in the log

@@ -37,7 +37,7 @@ def test_a_file_of_problems(tmp_path):
     found, held_out = names["problems"](train, test)
     assert [p.answer for p in found] == [*"012012"] and held_out[1].prompt == names["prompt"]("1?")
     assert names["problems"](test=test) == ([], held_out)
-    for text, correct in ((r"3 or \boxed{ 2 }.", 1), ("2", 0), ("", 0)):
+    for text, correct in ((r"3 or \boxed{ 2 }.", 1), ("2.\n", 1), ("2 is it", 0), ("", 0)):
         assert names["reward"](found[2], text) == {"correct": correct}
 
 

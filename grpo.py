@@ -452,7 +452,9 @@ def policy_loss(logp, batch, weight, n_tokens, cfg, beta):
     """Minus the clipped surrogate, plus beta times a KL in the loss (eq. 3, 4), and statistics: the
     loss, and means over the n_tokens of the minibatch. With k3 in the loss the gradient for logp at
     ratio 1 is eq. 21: -weight * (adv + beta * (pi_ref / pi - 1))."""
-    old_logp = logp.detach() if batch.old_logp is None else batch.old_logp
+    old_logp = batch.old_logp
+    if old_logp is None:
+        old_logp = logp.detach()  # ratio 1
     log_ratio = torch.where(batch.mask, logp - old_logp, 0)
     ratio = importance_ratio(log_ratio, batch.mask, cfg)
     gain, is_clipped = surrogate(ratio, logp, batch.adv, batch.mask, cfg)
@@ -477,8 +479,7 @@ def value_loss(value, old_value, returns, weight):
     return (weight * error).sum() / 2
 
 def total_loss(agent, batch, weight, n_tokens):
-    """The sum of all terms of the loss for some rows of a rollout, the statistics, and the
-    log-probabilities (B, T). A new term goes here; `has_gradient` says which rows have one."""
+    """The loss of some rows, statistics, and log pi (B, T). A new term: see `has_gradient`, too."""
     cfg = agent.cfg
     logp, value = token_logps(agent.policy, batch, cfg, agent.critic)
     loss, stats = policy_loss(logp, batch, weight, n_tokens, cfg, agent.beta)

@@ -226,7 +226,6 @@ def test_a_minibatch_is_what_is_made_of_it(mean, monkeypatch):
 
 
 def test_a_surrogate_of_another_shape_is_refused(monkeypatch):
-    """A mean would be broadcast."""
     b, cfg = a_rollout(kl="none")
     monkeypatch.setattr(grpo, "surrogate", lambda ratio, *_: (ratio.mean(), ratio > 9))
     with raises(AssertionError, match=r"surrogate must return tensors \(B, T\)"):

@@ -337,10 +337,11 @@ def best_step(out):
 
 @pytest.mark.slow
 def test_the_best_policy_is_kept(run, scored, task, capsys):
-    """The first with the highest pass@1, also over a resume."""
+    """The first with the highest pass@1."""
     shares, policies = scored
     shares.update({0: 0.1, 1: 0.3, 2: 0.3, 3: 0.2, 4: 0.4, 5: 0.35})
     out = run("run", "--steps", 1, "--eval_every", 1)
+    assert f"{out}/best" in capsys.readouterr().out
     before = bytes_of(out / "best", *BEST)
     run("run", "--resume", "--steps", 3)
     assert best_step(out) == 1 and bytes_of(out / "best", *BEST) == before
@@ -352,7 +353,7 @@ def test_the_best_policy_is_kept(run, scored, task, capsys):
     cfg, _ = config_of("--eval_only", "--init", out / "best", "--task", task)
     assert (cfg.max_new, cfg.group) == (6, 4)               # those of the run
     again = run("again", "--init", out / "best", "--warm_steps", 0, "--steps", 0)
-    assert not (again / "best").exists()                    # without --eval_every
+    assert not (again / "best").exists()
 
 
 @pytest.mark.slow

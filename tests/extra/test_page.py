@@ -124,7 +124,7 @@ def folders(tmp_path_factory):
         samples = [invented(rng, step, which) | {"answer": f"{step} {which}"}
                    for step in range(1, 5) for which in ("spread", "random")]
         made.append(folder_of(tmp_path_factory.mktemp("page") / name, samples, log, group=last,
-                              prompts=3, held_out=20))
+                              prompts=3, held_out=20, init="x", warm_lr=last))
     return made
 
 
@@ -190,7 +190,7 @@ def test_a_learned_reward_stands_beside_the_rules(opened, folders, tmp_path):
 
 
 def test_curves_of_several_runs_and_their_table(opened, folders, page):
-    """Each point; some folded away. The table is sorted by pass@1 or as one likes."""
+    """Each point. The table is sorted by pass@1 or as one likes."""
     page, logs = opened(page), [records(where / "metrics.jsonl") for where in folders]
     find(page, "#more summary")[0].click()
     page.execute_async_script(SETTLED)
@@ -217,7 +217,7 @@ def test_curves_of_several_runs_and_their_table(opened, folders, page):
     assert label == "best pass@1: b" and note.endswith("; within it: a")
     colours = [x.value_of_css_property("stroke") for x in find(page, "#overview path, .chart path")]
     assert colours[:2] == colours[2:4][::-1] and len({*colours}) == 2
-    assert texts(page, "#settings tr.differs") == ["group48"]
+    assert texts(page, "#settings tr.differs") == ["group48", "warm_lr48"]
 
 
 def test_completions_are_those_of_the_logs(opened, folders, page):
@@ -228,7 +228,7 @@ def test_completions_are_those_of_the_logs(opened, folders, page):
         choose(page, "run", number)
         samples = records(where / "samples.jsonl")
         for n, g in enumerate(samples):
-            name = [*QUANTITIES][n % 5]
+            name = [*QUANTITIES][n % 4]
             choose(page, "step", g["step"] - 1)
             choose(page, "which", g["which"])
             choose(page, "colour", name)

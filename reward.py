@@ -276,10 +276,9 @@ def fit_and_measure(agent, batches, n_held_out, rng):
     else:
         reward_model.norm[1] = 1  # finite: of steps the probabilities count
     terminal.print0(f"reward model  fitted to {len(to_fit['ids'])} completions  held out: accuracy "
-                f"{accuracy:.1%}{f' (a best of {K})' * (K > 1)}, a guess {chance:.1%}")
+                f"{accuracy:.1%}{f' (best of {K})' * (K > 1)}, a guess {chance:.1%}")
     if not accuracy > chance:
-        terminal.print0("warning: the reward model is no better than chance: it needs more labels, "
-                        "from more --prompts or problems")
+        terminal.print0("warning: no better than chance: try --supervision process, more --prompts")
     return {"rm_accuracy": accuracy}
 
 def labelled(batch):
@@ -328,8 +327,8 @@ def fit(reward_model, rows, K, cfg, rng):
     passes.supervised_fit("reward model", reward_model, losses, steps, lr)
 
 def quality(score, label, K):
-    """The accuracy of scores (n,) on labels (n,), and of a guess. Of K choices any best one is
-    right; sets of equal ones do not count."""
+    """The accuracy of scores (n,) on labels (n,), and of a guess, copies as one. Of K choices
+    any best one is right; sets of equal ones do not count."""
     if K == 1:
         good = label > 0.5
         right = (score > 0) == good
@@ -337,9 +336,10 @@ def quality(score, label, K):
         chance = torch.maximum(share, 1 - share)
     else:
         shares = label.view(-1, K)  # the probability to be chosen
-        differ = shares.amax(1) > shares.amin(1)
-        best = (shares == shares.amax(1, keepdim=True))[differ]
-        pick = score.view(-1, K)[differ].argmax(1)
-        right = best.gather(1, pick[:, None])
-        chance = best.float().mean()
+        best = shares == shares.amax(1, keepdim=True)
+        differ = ~best.all(1)
+        best, score = best[differ], score.view(-1, K)[differ]
+        right = best.gather(1, score.argmax(1, keepdim=True))
+        copies = torch.isclose(score[..., None], score[:, None]).sum(2)
+        chance = ((best / copies).sum(1) / (1 / copies).sum(1)).mean()
     return right.float().mean().item(), chance.item()

@@ -153,7 +153,7 @@ def farewell(cfg, question):
                f"{first['greedy']:.1%} -> {last['greedy']:.1%} in {last['step']} steps, "
                f"{duration(seconds)}")
     if cfg.eval_every:
-        print0(f"the model with the highest pass@1 is in {cfg.folder}/best")
+        print0(f"the best by pass@1 is in {cfg.folder}/best")
     print0(f"curves, and completions token by token: {cfg.folder}/report.html")
     if len(question) > 60 or "\n" in question:
         question = "QUESTION"

@@ -207,7 +207,7 @@ LONG = "a" * 20 + "b" * 77
     (slice(3, 4), LONG, 1, [f"{LONG[:92]} ...", "1x cc"])])
 def test_a_group_is_shown_as_its_distinct_completions(
         rows, prompt, reward, said, capsys, monkeypatch):
-    """Below the prompt at most four, the best and the worst, with how often each was sampled."""
+    """At most four, the best and the worst, with how often each was sampled."""
     ids = torch.tensor([[63, *x.encode().ljust(2, b"\0")] for x, _ in GROUP])
     rewards = torch.tensor([[float(r)] for _, r in GROUP])
     flat = rewards[:, 0]

@@ -188,6 +188,7 @@ def test_people_choose_any_of_the_best():
     ([0, 0, 0], [0, 0.5, 1], 1, 2 / 3, 2 / 3),          # undecided is `bad`
     ([2, 1, 2, 1], [1, 0, 0, 1], 2, 0.5, 0.5),
     ([1, 4, 3, 2], [0.5, 0.5, 1, 0], 2, 1, 0.5),        # of two equals none is better
+    ([5, 5, 1], [0.5, 0.5, 0], 3, 1, 0.5),              # two are copies
     ([6, 3, 1, 3, 6, 1], [0.5, 0.5, 0, 1, 0, 0], 3, 0.5, 0.5)])
 def test_quality_by_hand(score, label, K, accuracy, chance):
     score, label = torch.tensor([score, label], dtype=torch.float32)

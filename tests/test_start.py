@@ -361,8 +361,7 @@ def test_what_a_micro_batch_needs(changes, more, monkeypatch):
 
 
 def test_tokens_of_a_micro_batch_are_given_or_found_by_the_memory(monkeypatch, capsys):
-    """On CUDA a power of two from 2,048 to 32,768 that takes at most 60 % of what is free, or has
-    the loaded model."""
+    """On CUDA a power of two from 2,048 to 32,768 that takes at most 60 % of what is free."""
     def of(device, n=0):
         cfg = Config(**TINY | dict(device=device, micro_tokens=n, group=66))
         return pretrained.micro_tokens(model, cfg, 1000), memory(model, cfg, 1000)

@@ -52,10 +52,10 @@ def test_the_warm_start_in_data():
 
 
 def test_the_published_defaults():
-    """DeepSeekMath 4.2; PPO's (1707.06347); TRL's VALUE_COEF; GSPO 5.1."""
+    """DeepSeekMath 4.2; PPO (1707.06347); TRL; GSPO 5.1."""
     cfg, constants = grpo.Config(), (grpo.GAMMA, grpo.VALUE_COEF, grpo.VALUE_CLIP, grpo.GRAD_CLIP)
     assert (cfg.prompts, cfg.group, cfg.max_new, cfg.lr, cfg.beta) == (16, 64, 1024, 1e-6, 0.04)
-    assert (cfg.epochs, cfg.minibatches, cfg.temperature, gsm8k.DEFAULTS["lr"]) == (1, 1, 1, 1e-6)
+    assert (cfg.epochs, cfg.minibatches, cfg.temperature, gsm8k.DEFAULTS["lr"]) == (1, 1, 1, 2e-6)
     assert (cfg.max_turns, cfg.save_every, cfg.samples, cfg.eval_every) == (8, 10, 8, 0)
     assert (cfg.clip_low, cfg.clip_high, cfg.lam, constants) == (0.2, 0.2, 0.95, (1, 0.1, 0.2, 1))
     assert [grpo.ALGOS["gspo"][name] for name in ("clip_low", "clip_high")] == [3e-4, 4e-4]

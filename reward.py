@@ -333,12 +333,12 @@ def quality(score, label, K):
         good = label > 0.5
         right = (score > 0) == good
         share = good.float().mean()
-        chance = torch.maximum(share, 1 - share)
+        chance = share.maximum(1 - share)
     else:
         shares = label.view(-1, K)  # the probability to be chosen
         best = shares == shares.amax(1, keepdim=True)
         differ = ~best.all(1)
-        best, score = best[differ], score.view(-1, K)[differ]
+        best, score = best[differ], score.view_as(best)[differ]
         right = best.gather(1, score.argmax(1, keepdim=True))
         copies = torch.isclose(score[..., None], score[:, None]).sum(2)
         chance = ((best / copies).sum(1) / (1 / copies).sum(1)).mean()

@@ -99,7 +99,7 @@ class Config:
     iterations: int = 1         # outer loop: new reference, reward-model fit
     epochs: int = 1             # passes over a rollout (the paper's mu)
     minibatches: int = 1        # optimizer steps in a pass
-    micro_tokens: int = 0       # maximum tokens of a micro-batch; 0: by the memory
+    micro_tokens: int = 0       # tokens of a micro-batch, at most; 0: 2048, on a GPU more
     recompute: bool = False     # activation checkpointing
     half_life: int = 0          # half-life of lr in steps; 0: constant
     # new model and warm start, which is supervised fine-tuning on the task's demonstrations

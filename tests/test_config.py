@@ -296,7 +296,7 @@ class Scaled(model.Attention):
 @pytest.mark.parametrize("family, attn", [("llama", "self_attn"), ("gpt2", "attn")])
 def test_a_parameter_of_ones_own_is_saved_and_loaded(family, attn, tmp_path, monkeypatch):
     """It begins as written: only the weights of linear layers and embeddings are drawn, in the
-    order of their names. A file without it is refused."""
+    order of their names."""
     def saved(folder):
         gpt = tiny_model(n_kv_head=4, scale=1, **pretrained.FAMILIES[family])
         if family == "gpt2":

@@ -270,7 +270,7 @@ def test_the_first_rank_prints_what_one_process_does(both, name):
     found = []
     for text in (both[1][name], first["printed"]):
         assert "\n      1x " in text
-        text = re.sub(r"^(    |memory).*\n", "", text, flags=re.M)
+        text = re.sub(r"^(    \S(?=.*\n      \d+x )|      \d+x |memory).*\n", "", text, flags=re.M)
         text = re.sub(r"([\d.]+ s  )?left +\S+|/\S*/|steps, [\d:]+", "", text)
         parts = re.split(r"(-?\d+\.\d+)", text)
         found.append((parts[::2], [*map(float, parts[1::2])]))

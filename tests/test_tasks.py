@@ -274,7 +274,8 @@ GOOD = b'{"question": "q", "answer": "#### 1"}'
 @pytest.mark.parametrize("why, lines", [
     ("RecursionError", [b"[" * 100_000]), ("must be JSON objects", [b"[]", b"7"]),
     ("UnicodeDecodeError", [b"\xef\xbb"]), ("Unterminated string", [b'{"question": "q']),
-    ("Error: ", [b'{"question": 1, "answer": "#### 1"}', b'{"answer": "#### 1"}', b"{}"]),
+    ("KeyError", [b'{"answer": "#### 1"}', b"{}"]),
+    ("AttributeError", [b'{"question": 1, "answer": "#### 1"}']),
     ("to_json", [b"PAR1\x15\x98"]),
     ("KeyError: 'answer'", [b'{"question": "q"}']), ("#### n", [GOOD.replace(b"#", b"")]),
     ("#### n", [GOOD.replace(b"1", x) for x in (b"9" * 5000, b"1 or 2")])])

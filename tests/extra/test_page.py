@@ -190,7 +190,7 @@ def test_a_learned_reward_stands_beside_the_rules(opened, folders, tmp_path):
 
 
 def test_curves_of_several_runs_and_their_table(opened, folders, page):
-    """Each point. The table is sorted by pass@1 or as one likes."""
+    """Each point. The table is sorted as one likes."""
     page, logs = opened(page), [records(where / "metrics.jsonl") for where in folders]
     find(page, "#more summary")[0].click()
     page.execute_async_script(SETTLED)

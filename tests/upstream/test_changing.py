@@ -30,8 +30,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
  BOARD) = re.findall(r"^```diff\n(.*?)^```", PAGE, re.M | re.S)
 TOP_K, LORA = ((ROOT / "docs" / f"{name}.diff").read_text() for name in ("top_k", "lora"))
 RECIPES = dict(top_k=[TOP_K], schedule=[SCHEDULE], entropy=[ENTROPY],
-               window=[WITHOUT_CACHE, WITH_CACHE],
-               lora=[LORA], board=[BOARD])
+               window=[WITHOUT_CACHE, WITH_CACHE], lora=[LORA], board=[BOARD])
 DIFFS = sum(RECIPES.values(), [])
 LEFT = shutil.ignore_patterns(".*", "__pycache__", "out", "extra", "upstream")
 SMALL = dict(init="", difficulty=1, n_layer=1, n_embd=64, warm_steps=80, warm_lr=5e-3, prompts=8,

@@ -278,7 +278,7 @@ def fit_and_measure(agent, batches, n_held_out, rng):
     terminal.print0(f"reward model  fitted to {len(to_fit['ids'])} completions  held out: accuracy "
                 f"{accuracy:.1%}{f' (best of {K})' * (K > 1)}, a guess {chance:.1%}")
     if not accuracy > chance:
-        terminal.print0("warning: no better than chance: try --supervision process, more --prompts")
+        terminal.print0("warning: no better than chance: try --supervision process, more FIT_STEPS")
     return {"rm_accuracy": accuracy}
 
 def labelled(batch):

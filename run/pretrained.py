@@ -44,15 +44,14 @@ CONSTANTS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")      # 
 ONLY = dict(hidden_act=["silu"], activation_function=["gelu_new", "gelu_pytorch_tanh"],
             attention_bias=[False], mlp_bias=[False], use_sliding_window=[False],
             is_causal=[True], partial_rotary_factor=[1],
-            scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False],
-            add_cross_attention=[False], quantization_config=[])
+            scale_attn_by_inverse_layer_idx=[False], quantization_config=[])
 
 # ------------------------------------------------------------------ config.json
 
 def read_config(hf):
     """The GPTConfig of a config.json's dict; UserError for anything not supported."""
     family = hf.get("model_type")
-    if family not in [*FAMILIES]:
+    if family not in FAMILIES:
         raise UserError(f"model_type {family!r} is not one of {', '.join(FAMILIES)}")
     rope = rope_settings(hf)
     for key, values in ONLY.items():
@@ -321,12 +320,16 @@ KEPT = 4 / 3        # on a CPU, where freed blocks are kept (device.prepare)
 def check_room(model, cfg, longest):
     """UserError if a run (longest 0: the model alone) would not fit the memory."""
     need = 4 * sum(p.numel() for p in model.parameters())
+    advice = ""
     if longest:
         need = memory(model, cfg, longest)
+        less = replace(cfg, micro_tokens=1, recompute=True, kl="none")
+        advice = (f", {memory(model, less, longest) / 1e9:.1f} with --micro_tokens 1 --recompute "
+                  f"--kl none; or lower --max_new, --group")
     free = free_memory(device_of(cfg))
     if need > free:
-        raise UserError(f"this needs about {need / 1e9:.1f} GB, and {free / 1e9:.1f} are free: "
-                        f"lower --micro_tokens, --max_new, --group or --prompts")
+        raise UserError(f"{free / 1e9:.1f} GB are free, but this needs about {need / 1e9:.1f}"
+                        f"{advice}")
 
 def memory(model, cfg, longest):
     """About the bytes of a run: its models, and the larger of rollout and update."""

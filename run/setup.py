@@ -117,8 +117,6 @@ def check_run(cfg, task, problems):
     if cfg.group == 1 and compares:
         raise UserError("--group 1: a completion is compared with others of its prompt, unless "
                         "--baseline is none or value and --adv_scale none or batch")
-    if cfg.minibatches > cfg.prompts * cfg.group:
-        raise UserError(f"--minibatches {cfg.minibatches} of {cfg.prompts * cfg.group} rows")
     if cfg.prompts % ranks:
         raise UserError(f"--prompts {cfg.prompts} is not divisible by {ranks} ranks")
     if cfg.reward != "rule" and len(problems) < 10 * ranks:
@@ -188,14 +186,14 @@ def trained_model(cfg):
     return load_task(cfg.task), encoding, pretrained.load_model(where, cfg, encoding)
 
 def ask(agent, question, sample):
-    """A question, as a problem with a prompt alone, and its greedy completion, as text."""
-    task, text, episodes = agent.task, question, None
+    """A question, as the task sends it, and its greedy completion, as text."""
+    task, episodes = agent.task, None
     if hasattr(task, "prompt"):
-        text = call(task.prompt, "the function prompt", question)
-    ids = agent.encoding.encode_prompt(text)
+        question = call(task.prompt, "the function prompt", question)
+    ids = agent.encoding.encode_prompt(question)
     if hasattr(task, "reply"):
         known = {p.prompt: p for p in chain(*problems_of(agent.cfg, task))}
-        problem = known.get(text, SimpleNamespace(prompt=text))
+        problem = known.get(question, SimpleNamespace(prompt=question))
         episodes = turns.Episodes(task.reply, agent.encoding, agent.cfg.max_turns, [problem],
                                   [len(ids)])
     room = min(agent.cfg.max_new, agent.policy.cfg.block_size - len(ids))

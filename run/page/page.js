@@ -93,7 +93,7 @@ function comparison() {
   const interval = intervalOf(best);
   const near = runs.filter(run => run !== best && interval && score(run) >= interval[0]);
   const title = `best pass@1: ${best.label}`;
-  const note = near.length ? `; within it: ${near.map(run => run.label).join(", ")}` : "";
+  const note = near.length ? `; perhaps no worse: ${near.map(run => run.label).join(", ")}` : "";
   if (score(best) >= 0) figure(title, shown(score(best), "pass@1"), interval, note);
   const idle = runs.some(run => run.settings.init) ? ["warm_steps", "warm_lr"] : [];
   const hidden = ["out", "steps", ...idle];

@@ -214,7 +214,7 @@ def test_curves_of_several_runs_and_their_table(opened, folders, page):
         assert [found[:5], found[8:13]] == rows[::order]
     assert texts(page, ".best") == ["50.0% → 68.0%"]
     label, note = texts(page, "#figures span")
-    assert label == "best pass@1: b" and note.endswith("; within it: a")
+    assert label == "best pass@1: b" and note.endswith("; perhaps no worse: a")
     colours = [x.value_of_css_property("stroke") for x in find(page, "#overview path, .chart path")]
     assert colours[:2] == colours[2:4][::-1] and len({*colours}) == 2
     assert texts(page, "#settings tr.differs") == ["group48", "warm_lr48"]

@@ -159,6 +159,5 @@ def uniform(rng, *shape):
     return torch.from_numpy(np.random.default_rng(rng.getrandbits(64)).random(shape))
 
 def uniform_here(rng, n, group, N):
-    """`uniform` for the rows of this rank's n problems, (B, N), whatever the number of ranks, or of
-    calls."""
-    return torch.cat(of_rank([uniform(rng, group, N) for _ in range(n * ranks())]))
+    """`uniform` for the rows of this rank's n problems, (B, N), whatever the number of ranks."""
+    return of_rank(uniform(rng, n * ranks(), group, N)).flatten(0, 1)

@@ -13,8 +13,8 @@ from data import UserError, read_json, strict
 from run.terminal import print0
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
-MARK = "grpo.lock"      # the file that a run locks, by whose name a folder is known for a run's
-LOCK = contextlib.ExitStack()       # a context; at its end the file that `lock` opened is closed
+MARK = "grpo.lock"  # the file that a run locks; a folder with it is a run's
+LOCK = contextlib.ExitStack()  # a context; at its end the file that `lock` opened is closed
 
 os.register_at_fork(after_in_child=LOCK.close)      # a task's own process must not keep the lock
 

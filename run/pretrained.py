@@ -51,7 +51,7 @@ ONLY = dict(hidden_act=["silu"], activation_function=["gelu_new", "gelu_pytorch_
 def read_config(hf):
     """The GPTConfig of a config.json's dict; UserError for anything not supported."""
     family = hf.get("model_type")
-    if family not in FAMILIES:
+    if family not in [*FAMILIES]:
         raise UserError(f"model_type {family!r} is not one of {', '.join(FAMILIES)}")
     rope = rope_settings(hf)
     for key, values in ONLY.items():
@@ -286,7 +286,7 @@ def model_of(hf, cfg, longest):
     empty = {name: torch.empty(p.shape) for name, p in model.named_parameters()}
     return to_device(fill(model, empty), cfg)
 
-HEAD = 32               # channels of a head of a new model, with one key/value head for all
+HEAD = 32  # channels of a head of a new model, with one key/value head for all
 
 def new_model(cfg, encoding, longest):
     """A new model with random weights, whose context is a power of two."""
@@ -315,7 +315,7 @@ def frozen(model):
     return copied
 
 # ------------------------------------------------------------------- the memory
-KEPT = 4 / 3        # on a CPU, where freed blocks are kept (device.prepare)
+KEPT = 4 / 3  # on a CPU, where freed blocks are kept (device.prepare)
 
 def check_room(model, cfg, longest):
     """UserError if a run (longest 0: the model alone) would not fit the memory."""

@@ -284,7 +284,6 @@ def evaluate(agent, problems, generate):
     """Shares of the problems solved, by grpo.generate: greedily, by at least one of k samples
     (pass@k), and by the majority vote of k samples (maj@k), for k = 1, 2, 4, ... to --samples."""
     cfg = agent.cfg
-    rng = dist.rng(cfg, "evaluate")
     rows = cfg.prompts * cfg.group  # at a time: as many as a step has
     greedy, sampled = [], []
     for some in chunks("greedy evaluation", problems, rows):
@@ -293,8 +292,9 @@ def evaluate(agent, problems, generate):
         frame, prompt = agent.encoding.frame, greedy[0].problems[0].prompt
         whole = frame.before + prompt + frame.after + completion_of(greedy[0])
         print0(f"    {on_one_line(whole)}")
-    for some in chunks("evaluation", problems, max(1, rows // cfg.samples)):
-        sampled.append(generate(agent, some, cfg.samples, rng))
+    for some in chunks("evaluation", [*enumerate(problems)], max(1, rows // cfg.samples)):
+        u = [dist.uniform(dist.rng(cfg, "evaluate", i), cfg.samples, cfg.max_new) for i, _ in some]
+        sampled.append(generate(agent, [p for _, p in some], cfg.samples, u=torch.cat(u)))
     return solved(agent.task, greedy, sampled, cfg.samples)
 
 def solved(task, greedy, sampled, n):
@@ -344,8 +344,8 @@ def majority_at(k, right, answers):
 # --------------------------------------------------------------------- the page
 
 PAGE = Path(__file__).parent / "page"
-MOST = 3_000_000        # about as many bytes of samples.jsonl on one page, over all its runs
-DUE = {}                # when the page of a folder may be rewritten: that takes 1 % of the time
+MOST = 3_000_000  # about as many bytes of samples.jsonl on one page, over all its runs
+DUE = {}  # when the page of a folder may be rewritten: that takes 1 % of the time
 
 def refresh(folder, last=True):
     """Rewrites the report of a run, if due or the last time; the run goes on if that fails."""

@@ -155,9 +155,6 @@ def test_numbers_are_the_same_on_every_machine():
         want = np.random.default_rng(seeds.getrandbits(64)).random(shape)
         got = dist.uniform(source, *shape)
         assert got.dtype == torch.float64 and got.tolist() == want.tolist()
-    whole, source = dist.uniform_here(random.Random(0), 5, 2, 3), random.Random(0)
-    parts = [dist.uniform_here(source, n, 2, 3) for n in (3, 2)]
-    assert torch.cat(parts).tolist() == whole.tolist()      # whatever an evaluation's chunks
 
 
 # -------- signals

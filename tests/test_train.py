@@ -131,15 +131,15 @@ def test_a_question_may_leave_no_room_for_an_answer():
         setup.ask(agent, "1" * 65, grpo.sample)
 
 
-@pytest.mark.parametrize("after, said", [("", "How many?yes"), ("<|im_end|>", "How many?\nyes")])
+@pytest.mark.parametrize("after, said", [("", "yes"), ("<|im_end|>", "\nyes")])
 def test_a_question_is_sent_with_the_instructions_of_its_task(after, said, monkeypatch):
-    """The terminal shows the question alone; a chat model's answer is on a line of its own."""
+    """The terminal shows them, too; a chat model's answer is on a line of its own."""
     agent, sent = agent_of(with_(max_new=64), gsm8k, policy=tiny_model(block_size=256)), []
     agent.encoding.frame = dataclasses.replace(agent.encoding.frame, after=after)
     batch = batch_of_rows([(b"?", b"yes")])
     monkeypatch.setattr(grpo, "sample", lambda policy, prompts, group, room, *given, **named:
                         sent.extend([*prompts, room]) or batch)
-    assert setup.ask(agent, "How many?", grpo.sample) == said
+    assert setup.ask(agent, "How many?", grpo.sample) == gsm8k.prompt("How many?") + said
     problem = gsm8k.problem_of({"question": "How many?", "answer": "1+1=2\n#### 2"})
     assert sent == [agent.encoding.encode_prompt(problem.prompt), [64]]
 
@@ -155,13 +155,15 @@ def test_ctrl_c_outside_of_a_run_is_exit_code_130(monkeypatch, capsys):
 
 @pytest.mark.parametrize("prompts, group, sizes", [(7, 5, [4, 4, 1]), (2, 2, [1] * 9)])
 def test_an_evaluation_has_no_more_rows_than_a_rollout(prompts, group, sizes, monkeypatch):
-    """Problem i of 9 is solved by i of its 8 samples, which agree; and greedily where i is odd."""
-    parts = {1: [], 8: []}
+    """Problem i of 9 is solved by i of its 8 samples, which agree; and greedily where i is odd.
+    Its numbers are the same in any part."""
+    parts, drawn = {1: [], 8: []}, []
 
-    def generate(agent, part, n, rng=None):
+    def generate(agent, part, n, u=None):
+        drawn.extend([] if u is None else u.split(8))
         seen = [int(p.prompt[:-1]) for p in part for _ in range(n)]
         parts[n].append(len(part))
-        right = [8 - k % 8 <= i if rng else i % 2 for k, i in enumerate(seen)]
+        right = [i % 2 if u is None else 8 - k % 8 <= i for k, i in enumerate(seen)]
         texts = [f"{i}" if yes else f"{i} {k}" for k, (i, yes) in enumerate(zip(seen, right))]
         return batch_of(torch.ones(len(texts), 1).bool(), texts=texts,
                         components={"correct": torch.tensor(right).float()})
@@ -169,5 +171,7 @@ def test_an_evaluation_has_no_more_rows_than_a_rollout(prompts, group, sizes, mo
     agent = agent_of(with_(prompts=prompts, group=group), TASK)
     found = report.evaluate(agent, PROBLEMS[:9], generate)
     assert parts[8] == sizes and max(parts[1]) <= prompts * group and sum(parts[1]) == 9
+    assert [u.sum() for u in drawn] == [
+        dist.uniform(dist.rng(agent.cfg, "evaluate", i), 8, 8).sum() for i in range(9)]
     wanted = {"greedy": 4 / 9, "pass@1": 36 / 8 / 9, "pass@8": 8 / 9, "maj@8": 7 / 9}
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)

@@ -117,7 +117,7 @@ a learned reward is divided by the group's std | run/config.py | config -k imply
 the reference is not updated between iterations | grpo.py | data_flow -k reference_moves
     dist.copy_weights(agent.ref, agent.policy)  =>  pass
 the same random numbers on every rank | run/dist.py | ranks
-    torch.cat(of_rank(  =>  torch.cat((
+    of_rank(uniform(rng, n * ranks(), group, N))  =>  uniform(rng, n, group, N)
 gradients are not summed over ranks | run/dist.py | ranks
     p.grad = all_reduce(  =>  p.grad = (
 resume without the adapted beta | run/checkpoint.py | variants -k adapted_beta

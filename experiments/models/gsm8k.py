@@ -58,9 +58,9 @@ def evaluate(agent, problems, folder):
     if not file.exists():
         began, batches = time.time(), {"greedy": [], "sampled": []}
 
-        def generate(wide, some, group, rng=None):
-            batch = grpo.generate(wide, some, group, rng)
-            batches["sampled" if rng else "greedy"].append(batch)
+        def generate(wide, some, group, u=None):
+            batch = grpo.generate(wide, some, group, u=u)
+            batches["greedy" if u is None else "sampled"].append(batch)
             return batch
         wide = replace(agent, cfg=replace(agent.cfg, **WIDE))
         shares = EVALUATE(wide, problems, generate)

@@ -143,7 +143,7 @@ the cache is read without a mask | model.py | model sampling
 a finished run is overwritten | run/checkpoint.py | checkpoint -k is_lost
     files.keep_previous(folder)  =>  pass
 each rank evaluates with its own random numbers | run/report.py | ranks
-    dist.rng(cfg, "evaluate")  =>  dist.rng(cfg, "evaluate", dist.rank())
+    dist.rng(cfg, "evaluate", i)  =>  dist.rng(cfg, "evaluate", dist.rank())
 GAE gives an outcome's score to every token | grpo.py | advantages
     torch.where(ends, score, 0).float(), dead  =>  score.float(), dead
 shared rows ignore positions | run/passes.py | passes

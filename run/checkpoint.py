@@ -141,6 +141,8 @@ def settings(mode, given, kind):
         if not mode.report:
             check_folder(folder, kind)
         return given, None
+    if {"init", "out"} <= given.keys():
+        print0("note: nothing is written to --out")
     folder = given.get("init", folder)
     record = files.about(folder)
     names = {f.name for f in dataclasses.fields(kind)} - {"out"}

@@ -19,8 +19,6 @@ def start(cfg):
     device = device_of(cfg)
     if "RANK" not in os.environ or distributed.is_initialized():
         return
-    if not {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise UserError("RANK is set in the environment, but not all that torchrun sets: unset it")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")

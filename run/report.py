@@ -62,7 +62,7 @@ def print_group(batch, encoding):
         alike.setdefault((reward[row], str(batch.texts[row])), []).append(row)
     distinct = sorted(alike.values(), key=lambda same: -reward[same[0]])
     others = f"   ({len(distinct) - 4} others between)" if len(distinct) > 4 else ""
-    print0(f"    {prompt if len(prompt) <= 96 else prompt[:92] + ' ...'}{others}")
+    print0(f"    {prompt if len(prompt) <= 96 else f'{prompt[:60]} ... {prompt[-31:]}'}{others}")
     for same in distinct[:2] + distinct[2:][-2:]:
         row = same[0]
         mask = batch.mask[row]

@@ -208,13 +208,6 @@ def test_a_run_outside_the_main_thread_hears_no_signals():
     assert found == [before]
 
 
-def test_a_rank_without_the_rest_of_torchruns_environment(monkeypatch):
-    monkeypatch.setenv("RANK", "x")
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(UserError, match="RANK is set in the environment, but not all"):
-        dist.start(Config(device="cpu"))
-
-
 def test_a_fork_gives_up_the_handlers_of_a_run_alone():
     """Where a task has set its own, it keeps it."""
     def own(number, frame):

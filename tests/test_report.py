@@ -204,7 +204,7 @@ LONG = "a" * 20 + "b" * 77
     (slice(0, 8), "?", 1, ["?   (2 others between)", "1x f", "1x cc", "1x d", "1x a"]),
     (slice(0, 4), "?", 1, ["?", "1x cc", "2x b", "1x a"]),
     (slice(0, 4), "\n", 0.25, [" ⏎ ", "1x cc", "1x b", "1x b", "1x a"]),    # a row was cut off
-    (slice(3, 4), LONG, 1, [f"{LONG[:92]} ...", "1x cc"])])
+    (slice(3, 4), LONG, 1, [f"{LONG[:60]} ... {LONG[-31:]}", "1x cc"])])
 def test_a_group_is_shown_as_its_distinct_completions(
         rows, prompt, reward, said, capsys, monkeypatch):
     """At most four, the best and the worst, with how often each was sampled."""

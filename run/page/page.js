@@ -25,10 +25,10 @@ const heldOut = name => /^greedy$|@\d+$/.test(name);
 const SHARES = ["accuracy", "finished", "dead_groups", "clip_share", "rm_accuracy"];
 const isShare = name => heldOut(name) || SHARES.includes(name);
 
-// Formats a number: a share in per cent, as in the terminal; four digits; integers in full.
+// Formats a number: a share in per cent, as in the terminal (1/16: 6.2%); four digits; integers.
 function shown(x, name = "") {
   if (typeof x !== "number") return String(x ?? "–");
-  if (isShare(name)) return `${(100 * x).toFixed(1)}%`;
+  if (isShare(name)) return `${(100 * x - (100 * x % 1 === 0.25) / 100).toFixed(1)}%`;
   if (Number.isInteger(x)) return String(x);
   const short = Number(x.toPrecision(4));
   return Math.abs(short) < 1e-3 ? short.toExponential() : String(short);

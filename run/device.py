@@ -48,7 +48,7 @@ def prepare():
     torch.backends.cuda.enable_cudnn_sdp(False)  # 0.4 s per new shape, which most batches are
     # Freed blocks are kept: page faults took a third of an update of Qwen2.5-0.5B.
     of_glibc("mallopt", -3, 2 ** 25)  # M_MMAP_THRESHOLD, at its largest
-    of_glibc("mallopt", -1, -1)        # M_TRIM_THRESHOLD: never
+    of_glibc("mallopt", -1, -1)       # M_TRIM_THRESHOLD: never
 
 def of_glibc(function, *given):
     """Calls a function of the GNU C library, if there is one."""

@@ -157,7 +157,7 @@ def test_no_flag_takes_the_place_of_the_runs_own(begun, tmp_path, capsys):
         assert config_of("--ask=x", "--init", other)[0].algo == used
     assert "note: without the run's --algo mine.py, " in capsys.readouterr().out
     assert "already at step 2" in fault(capsys, "--resume", "--out", out, "--steps", 1)
-    config_of("--ask=x", "--init", out, "--task", "guess", "--out=x")   # of which there is no flag
+    config_of("--ask=x", "--init", out, "--task", "guess", "--out=x")
     assert "note: nothing is written to --out\n" in capsys.readouterr().out
     assert "the prompt is empty" in fault(capsys, "--ask=", "--out", out)
     assert f"no run in {tmp_path}" in fault(capsys, "--resume", "--out", tmp_path)

@@ -130,6 +130,7 @@ def test_each_part_of_a_run_has_prompts_from_its_own_side(whole):
 
 
 def test_an_evaluation_asks_each_held_out_problem_once_greedily_and_in_k_samples(whole):
+    """No part has more rows at a time than a rollout, 12."""
     asked = Counter((prompt, x.args[2]) for x in whole.of("sample", "evaluate")
                     for prompt in texts(x.args[1]))
     assert asked == {(x, n): 4 for x in AWAY for n in (1, 8)}
@@ -137,6 +138,8 @@ def test_an_evaluation_asks_each_held_out_problem_once_greedily_and_in_k_samples
     assert at == [0, 4, 8, 11]
     streams = Counter((*x.args[1:], 0)[:2] for x in whole.of("rng"))
     assert {of: n for of, n in streams.items() if n > 1} == {("evaluate", i): 4 for i in range(4)}
+    rows = [[len(x.args[1]) * x.args[2] for x in whole.of("sample", by)] for by in PARTS]
+    assert [*map(max, rows)] == [12, 12, 8]
 
 
 def test_the_reference_moves_to_the_policy_at_the_start_of_an_iteration_alone(whole):

@@ -390,11 +390,12 @@ def test_a_run_must_fit_the_memory(saved, monkeypatch, encoding):
     monkeypatch.setattr(pretrained, "free_memory", lambda device: free[-1])
     monkeypatch.setattr(pretrained, "each_tensor", lambda folder: pytest.fail("memory was taken"))
     huge = Config(**TINY | dict(prompts=10 ** 9, max_new=10 ** 9))
-    for cfg, longest, need in ((CFG, 9, memory(model, CFG, 9)), (huge, 0, bytes_of(model))):
+    for cfg, longest, need, more in (
+            (CFG, 9, memory(model, CFG, 9), ", 0.0 with --micro"), (huge, 0, bytes_of(model), "$")):
         free.append(need)
         pretrained.check_room(model, cfg, longest)
         free.append(need - 1)
-        with pytest.raises(UserError, match="are free, but this needs about"):
+        with pytest.raises(UserError, match="are free, but this needs about 0.0" + more):
             pretrained.load_model(saved, cfg, encoding, longest)
     monkeypatch.undo()
     cfg = with_(task="arithmetic", init=str(saved), max_new=1000)

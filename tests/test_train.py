@@ -155,8 +155,7 @@ def test_ctrl_c_outside_of_a_run_is_exit_code_130(monkeypatch, capsys):
 
 @pytest.mark.parametrize("prompts, group, sizes", [(7, 5, [4, 4, 1]), (2, 2, [1] * 9)])
 def test_an_evaluation_has_no_more_rows_than_a_rollout(prompts, group, sizes, monkeypatch):
-    """Problem i of 9 is solved by i of its 8 samples, which agree; and greedily where i is odd.
-    Its numbers are the same in any part."""
+    """Problem i of 9 is solved by i of its 8 samples, which agree; and greedily where i is odd."""
     parts, drawn = {1: [], 8: []}, []
 
     def generate(agent, part, n, u=None):
@@ -172,6 +171,6 @@ def test_an_evaluation_has_no_more_rows_than_a_rollout(prompts, group, sizes, mo
     found = report.evaluate(agent, PROBLEMS[:9], generate)
     assert parts[8] == sizes and max(parts[1]) <= prompts * group and sum(parts[1]) == 9
     assert [u.sum() for u in drawn] == [
-        dist.uniform(dist.rng(agent.cfg, "evaluate", i), 8, 8).sum() for i in range(9)]
+        dist.uniform(dist.rng(agent.cfg, "evaluate", i), 8, 8).sum() for i in range(9)]  # in any part
     wanted = {"greedy": 4 / 9, "pass@1": 36 / 8 / 9, "pass@8": 8 / 9, "maj@8": 7 / 9}
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)

@@ -210,7 +210,6 @@ def test_the_loss_of_a_warm_start_is_that_of_the_demonstrations_tokens(kind, tmp
 
 
 def test_the_default_run_begins_with_the_shipped_warm_start():
-    """Which is for its default difficulty; without it there is one of its own."""
     given = grpo.make_config(), grpo.make_config(init=""), grpo.make_config(difficulty=1)
     assert [(cfg.init != "", cfg.warm_steps) for cfg in given] == [(1, 0), (0, 1500), (1, 0)]
     with pytest.raises(UserError, match="is for --difficulty 2: for 1 add --init ''"):
@@ -230,12 +229,13 @@ def exact(monkeypatch):
 
 
 def test_on_a_cpu_freed_blocks_are_kept(monkeypatch):
-    cfg, model = Config(**TINY), tiny_model()
-    needs = memory(model, cfg, 9)
+    """In bfloat16."""
+    both = [Config(**TINY | dict(dtype=dtype)) for dtype in ("float32", "bfloat16")]
+    needs = [memory(tiny_model(), cfg, 9) for cfg in both]
     monkeypatch.setattr(pretrained, "KEPT", 3)
-    assert memory(model, cfg, 9) == 3 * needs
+    assert [memory(tiny_model(), cfg, 9) for cfg in both] == [needs[0], 3 * needs[1]]
     with pretend.cuda():
-        assert memory(model, dataclasses.replace(cfg, device="cuda"), 9) < 2 * needs
+        assert memory(tiny_model(), dataclasses.replace(both[1], device="cuda"), 9) < 2 * needs[1]
 
 
 def bytes_of(*modules):
@@ -243,7 +243,6 @@ def bytes_of(*modules):
 
 
 def of(model=None, longest=4, **changes):
-    """The estimate for a model and settings."""
     cfg = Config(**TINY | dict(group=171, warm_steps=0) | changes)  # 2,052 tokens a step
     return memory(pretrained.to_device(model or tiny_model(), cfg), cfg, longest)
 

@@ -171,6 +171,6 @@ def test_an_evaluation_has_no_more_rows_than_a_rollout(prompts, group, sizes, mo
     found = report.evaluate(agent, PROBLEMS[:9], generate)
     assert parts[8] == sizes and max(parts[1]) <= prompts * group and sum(parts[1]) == 9
     assert [u.sum() for u in drawn] == [
-        dist.uniform(dist.rng(agent.cfg, "evaluate", i), 8, 8).sum() for i in range(9)]  # in any part
+        dist.uniform(dist.rng(agent.cfg, "evaluate", i), 8, 8).sum() for i in range(9)]
     wanted = {"greedy": 4 / 9, "pass@1": 36 / 8 / 9, "pass@8": 8 / 9, "maj@8": 7 / 9}
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)

@@ -383,18 +383,18 @@ def test_tokens_of_a_micro_batch_are_given_or_found_by_the_memory(monkeypatch, c
 # ---------- whether it fits
 
 def test_a_run_must_fit_the_memory(saved, monkeypatch, encoding):
-    """It is refused before there is memory for it; only to answer takes the weights alone."""
+    """Refused before there is memory for it; to answer takes the weights alone."""
     model, free = pretrained.without_memory(saved), []
     monkeypatch.setattr(pretrained, "free_memory", lambda device: free[-1])
     monkeypatch.setattr(pretrained, "each_tensor", lambda folder: pytest.fail("memory was taken"))
-    huge = Config(**TINY | dict(prompts=10 ** 9, max_new=10 ** 9))
-    for cfg, longest, need, more in (
-            (CFG, 9, memory(model, CFG, 9), ", 0.0 with --micro"), (huge, 0, bytes_of(model), "$")):
+    monkeypatch.setattr(pretrained, "memory", lambda _, cfg, n: 1e9 * (
+        8 - 3 * cfg.recompute - 2 * (cfg.kl == "none") - (cfg.micro_tokens == 1)))
+    for longest, need, said in ((9, 8e9, "8.0, 2.0 with"), (0, bytes_of(model), "0.0$")):
         free.append(need)
-        pretrained.check_room(model, cfg, longest)
+        pretrained.check_room(model, CFG, longest)
         free.append(need - 1)
-        with pytest.raises(UserError, match="are free, but this needs about 0.0" + more):
-            pretrained.load_model(saved, cfg, encoding, longest)
+        with pytest.raises(UserError, match="needs about " + said):
+            pretrained.load_model(saved, CFG, encoding, longest)
     monkeypatch.undo()
     cfg = with_(task="arithmetic", init=str(saved), max_new=1000)
     assert setup.trained_model(cfg)[2].cfg == model.cfg

@@ -315,7 +315,7 @@ def frozen(model):
     return copied
 
 # ------------------------------------------------------------------- the memory
-KEPT = {4: 1.05, 2: 4 / 3}  # on a CPU freed blocks are kept; by the bytes of a number
+KEPT = 1.1      # on a CPU freed blocks are kept
 
 def check_room(model, cfg, longest):
     """UserError if a run (longest 0: the model alone) would not fit the memory."""
@@ -359,7 +359,7 @@ def memory(model, cfg, longest):
     logits = 2 * b * logits + 8 * min(2 ** 22, logits)  # in float32 a few rows
     update = 4 * trained + policies * stored * tokens + logits
     need = 12 * trained + copies * frozen + cache * static + max(reading, decoding, update)
-    return need * (KEPT[b] if device_of(cfg).type == "cpu" else 1)
+    return need * (KEPT if device_of(cfg).type == "cpu" else 1)
 
 def free_memory(device):
     """Free bytes on a device, or of a container's limit, infinite if unknown."""

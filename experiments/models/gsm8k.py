@@ -130,10 +130,10 @@ def of_run(where, start):
 
 
 def rows(runs):
-    """The lines of the docs' table: before and after each run."""
-    for name in runs[0]["held out"]:
+    """The docs' table: each run, before and after."""
+    for name in [*runs.values()][0]["held out"]:
         cells = []
-        for run in runs:
+        for run in runs.values():
             x = run["held out"][name]
             change = "({:+.1%} ± {:.1%})".format(*x["change"])
             cells.append(f"{x['before']:.1%} | {x['after']:.1%} {change}")
@@ -151,7 +151,7 @@ def main():
         for path in sorted((ROOT / "out").glob("gsm8k-s[0-9]*")):
             runs[path.name.removeprefix("gsm8k-s")] = of_run(path, ROOT / "out" / "gsm8k-sstart")
         results.write(HERE / "gsm8k.json", runs)
-        return print("\n".join(rows([*runs.values()])))
+        return print("\n".join(rows(runs)))
     if not args.test:
         parser.error("which rows? the path of train.jsonl, then that of test.jsonl")
     run(args, flags)

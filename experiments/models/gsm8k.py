@@ -1,4 +1,4 @@
-"""Qwen2.5-Coder-0.5B-Instruct learns GSM8K from the reward alone, in an hour or more, and half an
+"""Qwen2.5-Coder-0.5B-Instruct learns GSM8K from the reward alone, in an hour or two, and half an
 hour of evaluations, on two CPU cores with instructions for bfloat16:
 
     pip install -r tests/requirements-peers.txt
@@ -144,13 +144,14 @@ def rows(runs):
 
 
 def draw(axes, runs):
-    """Means of six steps; as points pass@1 on held-out problems, with the interval of its change."""
+    """Means of six steps in training; as points held-out pass@1, with its change's interval."""
     for i, run in enumerate(runs.values()):
         curve, y = run["curve"], run["held out"]["sampled, strict"]
         n = len(curve["seconds"])
         steps = range(6 + n % 6, n + 1, 6)
         minutes = [sum(curve["seconds"][:k]) / 60 for k in steps]
-        for axis, x, name in zip(axes, (minutes, steps, steps), ("accuracy", "finished", "length")):
+        names = ("accuracy", "finished", "length")
+        for axis, x, name in zip(axes, (minutes, steps, steps), names):
             axis.plot(x, [sum(curve[name][k - 6:k]) / 6 for k in steps], color=f"C{i}")
         axes[0].errorbar([0, minutes[-1]], [y["before"], y["after"]], [0, y["change"][1]], fmt="o",
                          color=f"C{i}")

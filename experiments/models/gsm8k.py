@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import random
+import statistics
 import sys
 import time
 from dataclasses import replace
@@ -31,12 +32,12 @@ HELD_OUT = 200
 SHORT = 200     # characters; of longer training questions fewer groups have a right answer
 EVALUATE = report.evaluate
 # No KL: dead groups then cost no update.
-ON_CPU = ("--prompts 6 --group 8 --max_new 288 --minibatches 1 --steps 36 --lr 2e-6 --kl none "
+ON_CPU = ("--prompts 6 --group 8 --max_new 288 --minibatches 1 --steps 42 --lr 2e-6 --kl none "
           "--dtype bfloat16 --samples 4 --save_every 8").split()
 TINY = ("--prompts 2 --group 2 --max_new 8 --minibatches 1 --steps 2 --kl none --samples 2 "
         "--save_every 1").split()
 CURVES = ("accuracy", "lenient", "finished", "length", "entropy", "dead_groups", "seconds")
-TITLES = {"right answers": "minutes", "completions that ended": "step",
+TITLES = {"right answers; points: held out": "minutes", "completions that ended": "step",
           "tokens of a completion": "step"}
 WIDE = dict(prompts=25, group=8)    # rows of an evaluation, at a time
 
@@ -147,13 +148,13 @@ def draw(axes, runs):
     """Means of six steps in training; as points held-out pass@1, with its change's interval."""
     for i, run in enumerate(runs.values()):
         curve, y = run["curve"], run["held out"]["sampled, strict"]
-        n = len(curve["seconds"])
-        steps = range(6 + n % 6, n + 1, 6)
+        steps = range(len(curve["seconds"]), 0, -6)
         minutes = [sum(curve["seconds"][:k]) / 60 for k in steps]
         names = ("accuracy", "finished", "length")
         for axis, x, name in zip(axes, (minutes, steps, steps), names):
-            axis.plot(x, [sum(curve[name][k - 6:k]) / 6 for k in steps], color=f"C{i}")
-        axes[0].errorbar([0, minutes[-1]], [y["before"], y["after"]], [0, y["change"][1]], fmt="o",
+            means = [statistics.mean(curve[name][max(0, k - 6):k]) for k in steps]
+            axis.plot(x, means, color=f"C{i}")
+        axes[0].errorbar([0, minutes[0]], [y["before"], y["after"]], [0, y["change"][1]], fmt="o",
                          color=f"C{i}")
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from conftest import ROOT, agent_of, metrics, tiny_model
@@ -147,7 +148,7 @@ def test_a_dry_run_of_the_study_on_gsm8k(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "evaluate", report.evaluate)
     files = [*[str(tmp_path / "rows.jsonl")] * 2, "--init", str(tmp_path / "init"), "--tiny"]
     runs = []
-    for seed in "1", "2", "1":                      # the last one has nothing left to do
+    for seed in "1", "2", "1":  # the last one has nothing left to do
         monkeypatch.setattr("sys.argv", ["gsm8k.py", *files, "--seed", seed])
         study.main()
         runs.append(study.of_run(*(tmp_path / "out" / f"gsm8k-tiny{x}" for x in (seed, "start"))))
@@ -155,6 +156,9 @@ def test_a_dry_run_of_the_study_on_gsm8k(tmp_path, monkeypatch):
     measured = [run["held out"]["sampled, finished"] for run in runs]
     assert measured[0]["before"] == measured[1]["before"] and runs[0]["problems"] == 4
     assert len([*study.rows(dict(enumerate(runs)))]) == 6
+    axis = Mock()
+    study.draw([axis] * 3, {1: runs[0]})
+    assert axis.plot.call_args[0][1] == [sum(runs[0]["curve"]["length"]) / 2]
 
 
 def test_the_bugs_can_be_put_in(monkeypatch):

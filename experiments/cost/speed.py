@@ -8,8 +8,8 @@ the same model and prompts.
 
 Both have the paper's loss with the KL, and the same rows, lengths, AdamW and learning rate; "TRL"
 puts all rows into one pass, "TRL in parts" splits them. Without TRL only this code is measured.
-Results are medians of all turns but the first; peak memory is that of a process of its own for
-each, and so are the turns of qwen, which does not fit twice. With --readme they replace
+Results are medians of all turns but the first; peak memory is that of two steps in a process of
+their own, and so are the turns of qwen, which does not fit twice. With --readme they replace
 speed.json. docs/measurements.md explains the lower bound.
 """
 import contextlib
@@ -242,8 +242,12 @@ def rows(result):
                    f"{x['peak'] / 2 ** 30:.2f} |")
 
 
+def medians(turns):
+    return {key: statistics.median(x[key] for x in turns) for key in turns[0]}
+
+
 def alone(size, name):
-    """The second step of one of them in a process of its own, and its peak memory."""
+    """Two steps of one of them in a process of their own: their medians, and its peak memory."""
     command = [sys.executable, __file__, *sys.argv[1:], "--alone", size, name]
     said = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
     return json.loads(said.splitlines()[-1])
@@ -265,8 +269,7 @@ def study(size, who, turns):
     peaks = {name: alone(size, name)["peak"] for name in who if size not in APART}
     for name, found in in_turns(size, who, turns):
         made[name].append(found)
-    found = {name: {key: statistics.median(x[key] for x in of) for key in of[0]}
-             for name, of in made.items()}
+    found = {name: medians(of) for name, of in made.items()}
     for name, x in found.items():
         x["peak"] = peaks.get(name) or x["peak"]
         if "gflops" in x:
@@ -290,8 +293,8 @@ def main():
     SIZES["qwen"] |= dict(train=args.rows, test=args.rows)
     if args.alone:
         turn = new(*args.alone)
-        turn(1)
-        return print(json.dumps(turn(2) | {"peak": results.peak()}))
+        found = medians([turn(1), turn(2)])
+        return print(json.dumps(found | {"peak": results.peak()}))
     who = [name for name in args.who if "ours" in name or importlib.util.find_spec("trl")]
     file = HERE / "speed.json" if args.readme else ROOT / "out" / "speed.json"
     result = json.loads(file.read_text()) if file.exists() else {"sizes": {}}

@@ -47,7 +47,7 @@ def prepare():
     """Settings of the process."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # 0.4 s per new shape, which most batches are
     # Freed blocks are kept: page faults took a third of an update of Qwen2.5-0.5B. But with 32 MB,
-    # not 8, a run's peak grew to 20 GB, not 16.
+    # not 8, a run's peak grew to 20 GB, not 17.
     of_glibc("mallopt", -3, 2 ** 23)  # M_MMAP_THRESHOLD
     of_glibc("mallopt", -1, -1)       # M_TRIM_THRESHOLD: never
 

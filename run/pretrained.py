@@ -352,12 +352,13 @@ def memory(model, cfg, longest):
     tokens = max(cfg.micro_tokens or MICRO_TOKENS, slots)
     if not cfg.warm_steps and cfg.reward == "rule":         # a fit has rows of its own
         tokens = min(tokens, rows * slots)
-    stored = layer * c.n_layer  # for the backward pass, per token
+    stored = layer * c.n_layer * tokens  # for the backward pass
+    stored += (4 - b) * n  # rounded weights
     if cfg.recompute:  # one layer, half as much for gradients, all inputs
-        stored = 1.5 * layer + 4 * c.n_embd * c.n_layer
+        stored = (1.5 * layer + 4 * c.n_embd * c.n_layer) * tokens
     logits = min(most_logits(device_of(cfg)), c.vocab_size * tokens)
     logits = 2 * b * logits + 8 * min(2 ** 22, logits)  # in float32 a few rows
-    update = 4 * trained + policies * stored * tokens + logits
+    update = 4 * trained + policies * stored + logits
     need = 12 * trained + copies * frozen + cache * static + max(reading, decoding, update)
     return need * (KEPT if device_of(cfg).type == "cpu" else 1)
 

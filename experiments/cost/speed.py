@@ -247,7 +247,7 @@ def medians(turns):
 
 
 def alone(size, name):
-    """Two steps of one of them in a process of their own: their medians, and its peak memory."""
+    """The median of two steps in a process of their own, and its peak memory."""
     command = [sys.executable, __file__, *sys.argv[1:], "--alone", size, name]
     said = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
     return json.loads(said.splitlines()[-1])
@@ -293,8 +293,7 @@ def main():
     SIZES["qwen"] |= dict(train=args.rows, test=args.rows)
     if args.alone:
         turn = new(*args.alone)
-        found = medians([turn(1), turn(2)])
-        return print(json.dumps(found | {"peak": results.peak()}))
+        return print(json.dumps(medians([turn(1), turn(2)]) | {"peak": results.peak()}))
     who = [name for name in args.who if "ours" in name or importlib.util.find_spec("trl")]
     file = HERE / "speed.json" if args.readme else ROOT / "out" / "speed.json"
     result = json.loads(file.read_text()) if file.exists() else {"sizes": {}}

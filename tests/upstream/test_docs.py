@@ -26,7 +26,7 @@ OWN_DATA = re.search(r"```python\n(.*?)```", DOCS["data.md"], re.S)[1]
 FLAGS = {f.name for f in dataclasses.fields(grpo.Config)} | {*config.MODES, "help"}
 OTHERS = {*("difficulty train test longest letters file exclude readme nproc_per_node seeds "
             "check trl tiny turns who ignore gpu index patch extra upstream dist local oneline "
-            "no").split()}
+            "no rows").split()}
 
 
 def test_the_readme_is_short_and_has_its_two_commands():

@@ -352,8 +352,7 @@ def memory(model, cfg, longest):
     tokens = max(cfg.micro_tokens or MICRO_TOKENS, slots)
     if not cfg.warm_steps and cfg.reward == "rule":         # a fit has rows of its own
         tokens = min(tokens, rows * slots)
-    stored = layer * c.n_layer * tokens  # for the backward pass
-    stored += (4 - b) * n  # rounded weights
+    stored = layer * c.n_layer * tokens + 2 * (b == 2) * n  # backward reads rounded weights
     if cfg.recompute:  # one layer, half as much for gradients, all inputs
         stored = (1.5 * layer + 4 * c.n_embd * c.n_layer) * tokens
     logits = min(most_logits(device_of(cfg)), c.vocab_size * tokens)

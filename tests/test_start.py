@@ -34,7 +34,7 @@ def with_(**changes):
 
 
 def toy(**parts):
-    """A task with all that a task can have."""
+    """With all that a task can have."""
     return SimpleNamespace(**dict(
         problems=lambda: (PROBLEMS, HELD_OUT), reward=lambda p, text: {"correct": 0.0},
         steps=lambda p, text: [], demonstration=lambda p, source: "abc",
@@ -117,7 +117,7 @@ def test_the_tokenizer_is_the_one_in_the_folder(tmp_path):
 
 @pytest.fixture
 def saved(tmp_path):
-    """The folder of a small model of bytes."""
+    """A folder of a byte model."""
     pretrained.save(tiny_model(), tmp_path / "model", byte_encoding().files)
     return tmp_path / "model"
 
@@ -173,7 +173,7 @@ def slow_loss(model, shown, encoding):
 
 @pytest.mark.parametrize("kind", ["bytes", "chat"])
 def test_the_loss_of_a_warm_start_is_that_of_the_demonstrations_tokens(kind, tmp_path, monkeypatch):
-    """With the frame that a prompt is sent in, and the token that ends a turn."""
+    """With the prompt's frame, and the token that ends a turn."""
     shown, found, model, encoding = [], [], tiny_model(vocab_size=259), byte_encoding()
     cfg = with_(out=str(tmp_path), max_new=8, temperature=2.0)     # which is RL's
     if kind == "chat":
@@ -224,7 +224,7 @@ WIDE = dict(vocab_size=2000, n_embd=128, n_inner=512, n_head=8)
 
 @pytest.fixture(autouse=True)
 def exact(monkeypatch):
-    """Without what lies between blocks that are kept once freed."""
+    """Without what lies between blocks."""
     monkeypatch.setattr(pretrained, "KEPT", 1)
 
 
@@ -247,7 +247,7 @@ def of(model=None, longest=4, **changes):
 
 
 class Live(TorchDispatchMode):
-    """The most bytes of tensors at one time, of those that were made in this context."""
+    """The most bytes at one time of tensors made in this context."""
 
     def __init__(self):
         super().__init__()
@@ -287,15 +287,16 @@ GPT2 = dict(n_kv_head=8, norm="layer", mlp="gelu", positions="learned", bias="al
 @pytest.mark.slow
 @pytest.mark.without_noise
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("dtype, rows, shape", [
-    ("float32", 8, {}), ("float32", 8, GPT2), ("bfloat16", 2, {})])
-def test_the_estimate_of_an_update_is_near(recompute, dtype, rows, shape):
-    """In its second micro-batch, beside gradients."""
+@pytest.mark.parametrize("dtype, size, shape", [
+    ("float32", (1, 8), dict(n_layer=2)), ("float32", (1, 8), dict(n_layer=8)),
+    ("float32", (1, 8), dict(n_layer=8, **GPT2)), ("bfloat16", (2, 3), dict(n_layer=8))])
+def test_the_estimate_of_an_update_is_near(recompute, dtype, size, shape):
+    """Recomputed activations live beside some of their gradients."""
     def update(model):
-        for ids in torch.randint(0, 257, (2, rows, 128)):
+        for ids in torch.randint(0, 257, (*size, 128)):
             shared_logps(model, ids, ids >= 0, 1.0)[0].sum().backward()
-    assert 0.9 < estimate(update, shape | dict(n_layer=8), 64, recompute=recompute, dtype=dtype,
-                          group=15, micro_tokens=128 * rows) < 1.1
+    assert 0.94 < estimate(update, shape, 64, recompute=recompute, dtype=dtype, group=15,
+                           micro_tokens=128 * size[1]) < 1.3
 
 
 @pytest.mark.slow
@@ -303,7 +304,7 @@ def test_the_estimate_of_an_update_is_near(recompute, dtype, rows, shape):
 @pytest.mark.parametrize("cache, shape", [
     ("plain", dict(n_layer=1)), ("shared", dict(n_layer=2, **GPT2)), ("static", dict(n_layer=1))])
 def test_the_estimate_of_reading_prompts_is_near(cache, shape):
-    """Nothing has T * T elements. A static cache is there from an earlier rollout."""
+    """Nothing has T * T elements. A static cache is there already."""
     def read(model):
         for _ in range(2):
             grpo.sample(model, [[5] * 1000] * 8, 2, [8] * 8, 1.0, ())
@@ -317,12 +318,13 @@ def test_the_estimate_of_reading_prompts_is_near(cache, shape):
     dict(baseline="value", critic="separate"), dict(reward="model", kl="none"),
     dict(baseline="group+value", critic="separate", kl="none", reward="model")], ids=str)
 def test_the_estimate_counts_every_model_of_a_run(settings, tied, dtype):
-    """Weights, gradients and moments are nearly all of it where rows are few and short."""
-    cfg = Config(**TINY | dict(max_new=2, micro_tokens=1, dtype=dtype, recompute=True) | settings)
+    """Nearly all of it where rows are few and short."""
+    cfg = Config(**TINY | dict(max_new=2, micro_tokens=1, dtype=dtype) | settings)
     policy = pretrained.to_device(tiny_model(**WIDE, tied=tied), cfg)
     agent = grpo.new_agent(cfg, None, None, policy)
     sampler = agent.sampler if agent.sampler is not policy else None
     there = 4 * bytes_of(policy, agent.critic, agent.reward_model) + bytes_of(agent.ref, sampler)
+    there += bytes_of(sampler and policy, sampler and agent.critic) / 2
     assert 1 < memory(policy, cfg, 2) / there < 1.05
 
 
@@ -343,7 +345,7 @@ def test_the_estimate_of_a_rollout_is_that_of_its_cache(cache, copies, dtype, si
     (dict(baseline="value", critic="separate"), 2), (dict(baseline="value"), 1),
     (dict(recompute=True), 0.8), (dict(dtype="bfloat16"), 0.6)])
 def test_what_a_micro_batch_needs(changes, more, monkeypatch):
-    """A row longer than it is taken alone; by default it has 2,048 tokens; logits in parts."""
+    """A longer row is taken alone; by default it has 2,048 tokens; logits in parts."""
     def activations(model=None, **changes):
         return of(model, micro_tokens=2048, **changes) - of(model, micro_tokens=1548, **changes)
     long = dict(max_new=900, longest=100)
@@ -360,7 +362,7 @@ def test_what_a_micro_batch_needs(changes, more, monkeypatch):
 
 
 def test_tokens_of_a_micro_batch_are_given_or_found_by_the_memory(monkeypatch, capsys):
-    """On CUDA a power of two from 2,048 to 32,768 that takes at most 60 % of what is free."""
+    """On CUDA a power of two from 2,048 to 32,768 within 60 % of what is free."""
     def of(device, n=0):
         cfg = Config(**TINY | dict(device=device, micro_tokens=n, group=66))
         return pretrained.micro_tokens(model, cfg, 1000), memory(model, cfg, 1000)
@@ -385,7 +387,7 @@ def test_tokens_of_a_micro_batch_are_given_or_found_by_the_memory(monkeypatch, c
 # ---------- whether it fits
 
 def test_a_run_must_fit_the_memory(saved, monkeypatch, encoding):
-    """Refused before there is memory for it; to answer takes the weights alone."""
+    """Refused before memory is taken; to answer takes the weights alone."""
     model, free = pretrained.without_memory(saved), []
     monkeypatch.setattr(pretrained, "free_memory", lambda device: free[-1])
     monkeypatch.setattr(pretrained, "each_tensor", lambda folder: pytest.fail("memory was taken"))

@@ -73,7 +73,7 @@ class KVCache:
 class SharedCache(KVCache):
     """Rows with the same tokens so far share one state: they diverge when they sample others."""
 
-    def read(self, ids, length, group):  # at most `slots`: the cache grows on demand
+    def read(self, ids, length, group):
         self.used = ids.size(1)
         self.state = torch.arange(len(ids), device=ids.device).repeat_interleave(group)  # (r,)
         h, self.cache = prefill(self.model, ids, length, up(self.used, 16))
@@ -89,7 +89,7 @@ class SharedCache(KVCache):
     def step(self, token, pos):
         self.advance(token)
         if self.used == self.cache.size(4):
-            self.cache = F.pad(self.cache, (0, 0, 0, 16))
+            self.cache = F.pad(self.cache, (0, 0, 0, max(16, self.used // 4)))  # copies all
         self.used += 1
         of_state = torch.zeros(2, self.cache.size(2), dtype=token.dtype, device=token.device)
         token, pos = of_state.index_copy(1, self.state, torch.stack((token, pos)))  # (b,)

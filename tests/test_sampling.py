@@ -91,7 +91,7 @@ def test_every_row_is_what_it_is_alone_however_rows_part_and_end(name, cache):
 @pytest.mark.parametrize("at, prompts, states", [
     # One in twenty may stay; with the second, a tenth, both leave.
     ([0, 1] + [4] * 2 + [6] * 16, [[i, 2] for i in range(20)], [20, 20, 18, 18, 18, 16, 16]),
-    # Rows that drew alike have one state, but one alone would be compiled anew.
+    # Rows that drew alike have one state; one alone compiles anew.
     ([2, 5, 5, 3, 3, 3], [[1, 2], [3]], [2] * 6), ([0, 0, 4], [[1], [2], [3]], [3, 2, 2, 2, 2])])
 def test_states_that_rows_share_and_leave(at, prompts, states):
     model = tiny_model()
@@ -109,13 +109,13 @@ def test_a_state_is_computed_until_its_rows_part():
     assert [n for n, _ in seen] == [1] * 6 + [5] * 6
 
 
-@pytest.mark.parametrize("longest", [1, 14, 15, 16, 17])
-def test_slots_are_multiples_of_16(longest):
-    model = tiny_model()
+@pytest.mark.parametrize("longest", [14, 17, 126])
+def test_slots_grow_by_a_quarter(longest):
+    model = tiny_model(block_size=135)
     model.kv_cache = "shared"
     _, first, others = ending(model, [3], [[1] * longest], 1, 9)
-    slots = [n for _, n in [first, *others]]
-    assert slots == [16 if n <= 16 else 32 for n in range(longest, longest + 4)]
+    for n, (_, slots) in enumerate([first, *others], longest):
+        assert slots == min(s for s in (16, 32, 128, 160) if s >= n)
 
 
 @pytest.mark.parametrize("cache", ["shared", "static"])

@@ -344,8 +344,8 @@ def memory(model, cfg, longest):
     rows, slots = cfg.prompts * cfg.group // ranks, longest + cfg.max_new
     kv = 2 * b * c.n_layer * c.n_kv_head * c.head_size  # per token, as is `layer`
     cache = kv * rows * slots
-    static = has_static_cache(cfg)  # it stays; any other is copied when rows finish
-    decoding = cache * (0 if static else 2) + 24 * rows * c.vocab_size
+    static = has_static_cache(cfg)  # it stays; a copy of any other may be a quarter larger
+    decoding = cache * (0 if static else 2.25) + 24 * rows * c.vocab_size
     layer = 16 * c.n_embd + b * (6 * c.n_embd + c.n_inner * (4 if c.mlp == "swiglu" else 2))
     read = min(rows, max(cfg.prompts, cfg.held_out or math.inf) / ranks)    # prompts at a time
     reading = read * longest * (kv + 0.7 * layer)  # of one layer what lives at a time

@@ -16,7 +16,7 @@ END = {256}
 
 
 def alone(model, prompt, limit, temperature, stop, u):
-    """A row from the definitions: a token at a time, each from its whole beginning."""
+    """A row from the definitions: token by token, each from its whole beginning."""
     ids, logps = list(prompt), []
     for n in range(limit):
         logits = model.head(model(torch.tensor([ids]))[:, -1])[0].double()
@@ -103,31 +103,32 @@ def test_states_that_rows_share_and_leave(at, prompts, states):
 def test_a_state_is_computed_until_its_rows_part():
     model, u = tiny_model().double(), uniform(1, 12).repeat(8, 1)
     model.kv_cache, seen = "shared", watched(model)
-    u[4:, 5] = torch.tensor([0.1, 0.3, 0.6, 0.9])       # of rows 4 to 7, which go on alike
+    u[4:, 5] = torch.tensor([0.1, 0.3, 0.6, 0.9])  # of rows 4 to 7, which go on alike
     b = sample(model, PROMPTS[:1], 8, [12], 1.0, set(), u)
     assert len({*map(tuple, b.ids[:, 3:9].tolist())}) == 5
     assert [n for n, _ in seen] == [1] * 6 + [5] * 6
 
 
-@pytest.mark.parametrize("longest", [14, 17, 126])
+@pytest.mark.parametrize("longest", [1, 14, 15, 16, 17, 126])
 def test_slots_grow_by_a_quarter(longest):
     model = tiny_model(block_size=135)
     model.kv_cache = "shared"
     _, first, others = ending(model, [3], [[1] * longest], 1, 9)
-    for n, (_, slots) in enumerate([first, *others], longest):
-        assert slots == min(s for s in (16, 32, 128, 160) if s >= n)
+    slots = [n for _, n in [first, *others]]
+    assert slots == [min(s for s in (16, 32, 128, 160) if s >= n)
+                     for n in range(longest, longest + 4)]
 
 
 @pytest.mark.parametrize("cache", ["shared", "static"])
 def test_ids_that_differ_by_powers_of_two_are_told_apart(cache):
-    """Cut to 16 bits, or packed with a state's number into one, some would be the same."""
+    """Cut to 16 bits, or packed with a state's number, some would be equal."""
     few, V = torch.tensor([5, 5 + 2 ** 8, 5 + 2 ** 16]), 2 ** 16 + 128
     model = tiny_model(vocab_size=V, n_layer=1).double()
     weight = model.embed_tokens.weight[few].T / 20
     none = torch.full((1, V), -float("inf"))
     model.head = lambda h: none.repeat(len(h), 1).index_copy(1, few, (h @ weight).float())
     prompts, u = [[5 + 2 ** 16, 40_000, 5], [5, 40_000, 5]], uniform(12, 3)
-    u[:, 0] = torch.tensor([0.1, 0.5, 0.9]).repeat(4)       # all three from each prompt's state
+    u[:, 0] = torch.tensor([0.1, 0.5, 0.9]).repeat(4)  # all three from each prompt's state
     given = prompts, 6, [3, 3], 1.0, set(), u
     plain = sample(model, *given)
     model.kv_cache = cache
@@ -147,7 +148,7 @@ def test_a_token_is_where_the_sum_passes_u(V, zeros):
     """In float64, up to 3e-6; none of probability 0, a third of them and whole parts."""
     generator = torch.Generator().manual_seed(V)
     n = 40 if V > 2000 else 400
-    p = torch.rand(n, V, generator=generator) ** 8          # of very different sizes
+    p = torch.rand(n, V, generator=generator) ** 8  # of very different sizes
     if V > 5:
         p[torch.rand(n, V, generator=generator) < 1 / 3] = 0
     p[:, int(zeros[0] * V):int(zeros[1] * V)] = 0
@@ -179,6 +180,6 @@ def test_of_no_numbers_the_last_token_is_drawn():
 
 @pytest.mark.parametrize("V", [3, 128])
 def test_u_at_its_ends_takes_no_token_that_is_nearly_impossible(V):
-    p = torch.zeros(1, V)                       # 1 - 2 ** -53 is 1 in float32
+    p = torch.zeros(1, V)  # 1 - 2 ** -53 is 1 in float32
     p[0, :3] = torch.tensor([1e-9, 1.0, 1e-9])
     assert [draw(p, torch.tensor([u]))[0].item() for u in (0.0, 1.0)] == [1, 1]

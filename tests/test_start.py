@@ -329,7 +329,7 @@ def test_the_estimate_counts_every_model_of_a_run(settings, tied, dtype):
 
 
 @pytest.mark.parametrize("dtype, size", [("float32", 4), ("bfloat16", 2)])
-@pytest.mark.parametrize("cache, copies", [("shared", 2), ("plain", 2), ("static", 1)])
+@pytest.mark.parametrize("cache, copies", [("shared", 2.25), ("plain", 2.25), ("static", 1)])
 def test_the_estimate_of_a_rollout_is_that_of_its_cache(cache, copies, dtype, size, monkeypatch):
     """And of a token's logits; ranks share the rows. A static cache is kept in the update."""
     row = 12 * 64 * size                # slots; 2 layers, keys and values, 2 heads, 8 channels

